@@ -86,3 +86,33 @@ class SequenceOutput:
     num_cached_tokens: int = 0
     phases: tuple[PhaseTiming, ...] = ()
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What the gateway learns from a sender: the first token, to stream at once."""
+
+    first_token: TokenOutput
+    num_cached_tokens: int
+    phases: tuple[PhaseTiming, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What travels beside every call: the caller's deadline and its W3C trace context.
+
+    `trace_headers` holds ``traceparent`` and ``tracestate``; empty starts a new trace.
+    """
+
+    deadline: Deadline | None = None
+    trace_headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's own account of its load at one moment."""
+
+    num_free_blocks: int
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0

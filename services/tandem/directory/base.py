@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from tandem.generation import WorkerLoad as WorkerLoad
 from tandem.ids import BlockHash, Epoch, WorkerId
 from tandem.kv.events import KvEvent
 from tandem.kv.ticket import PeerAddress
@@ -25,16 +26,6 @@ class WorkerState(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """A worker's own account of its load at one moment."""
-
-    num_free_blocks: int
-    num_running: int = 0
-    num_waiting: int = 0
-    queued_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +58,7 @@ class Membership(Protocol):
     """The worker directory. Reads come from a local mirror and never wait."""
 
     async def announce(self, record: WorkerRecord, ttl_s: float) -> None:
-        """Register or renew. An older epoch than the one known is refused with `Refused`."""
+        """Register or renew. An older epoch than the one known is refused with `Fenced`."""
         ...
 
     async def leave(self, worker_id: WorkerId, epoch: Epoch) -> None:
@@ -80,14 +71,45 @@ class Membership(Protocol):
 
 
 class PrefixIndex(Protocol):
-    """Which worker holds which block. A stale answer may cost a cache hit, never correctness."""
+    """Which worker holds which block. A stale answer may cost a cache hit, never correctness.
+
+    One index is one namespace: the layout fingerprint. A worker announces before it publishes.
+    """
 
     async def publish(
         self, worker_id: WorkerId, epoch: Epoch, sequence: int, events: Sequence[KvEvent]
     ) -> None:
-        """Apply one batch of a worker's events. `sequence` counts batches from 1 in each epoch."""
+        """Apply one batch of a worker's events. `sequence` counts batches from 1 in each epoch.
+
+        A sequence already applied is a no-op, so a batch whose answer was lost can be sent again.
+        Raises `Fenced` for an older epoch, `OutOfSequence` when a batch is missing or the worker has
+        no lease (cure: a batch that starts with `CacheCleared`, under any later sequence), and
+        `Unavailable` within a second or so when the store doesn't answer.
+        """
         ...
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[WorkerId, int]:
         """For each worker that holds the first block: how many leading blocks it holds. From memory."""
+        ...
+
+
+class Directory(Protocol):
+    """Both halves over one store, which it owns: `async with`, or call `aclose`."""
+
+    @property
+    def membership(self) -> Membership:
+        """Who is there."""
+        ...
+
+    @property
+    def index(self) -> PrefixIndex:
+        """Who holds what."""
+        ...
+
+    async def wait_until(self, predicate: Callable[[], bool], timeout_s: float) -> None:
+        """Return once `predicate()` is true, looked at after every change; else `DeadlineExceeded`."""
+        ...
+
+    async def aclose(self) -> None:
+        """End every task and connection. Idempotent."""
         ...
