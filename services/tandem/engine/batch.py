@@ -1,4 +1,4 @@
-"""One step's work for the model, flat: all sequences' tokens in one row, no padding between them.
+"""The seam to the model: one step's work, flat. All tokens in one row, no padding between sequences.
 
 The varlen form of FlashAttention and nano-vllm: `query_starts` cuts the row into sequences, and
 block tables say where each sequence's keys and values live. Prefill and decode look the same.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.generation import TokenOutput
 from tandem.request import SamplingParams
 
 Int64Array = NDArray[np.int64]
@@ -80,3 +82,23 @@ class SamplingRow:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     suppress_token_ids: frozenset[int] = frozenset()
+
+
+LogitsOut = TypeVar("LogitsOut", covariant=True)
+LogitsIn = TypeVar("LogitsIn", contravariant=True)
+
+
+class Runner(Protocol[LogitsOut]):
+    """The model."""
+
+    def forward(self, batch: BatchInput) -> LogitsOut:
+        """Write the batch's KV and return logits [N, vocab] of `batch.sample_rows`."""
+        ...
+
+
+class TokenSampler(Protocol[LogitsIn]):
+    """The draw."""
+
+    def sample(self, logits: LogitsIn, rows: Sequence[SamplingRow]) -> Sequence[TokenOutput]:
+        """One token for each of the N rows."""
+        ...

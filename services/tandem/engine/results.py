@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.errors import TandemError
 from tandem.generation import PhaseTiming, SequenceOutput, TokenOutput
@@ -55,3 +55,28 @@ class StepResult:
     exports: tuple[ExportProgress, ...] = ()
     reservations: tuple[Reservation, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to say."""
+        return bool(self.outputs or self.exports or self.reservations or self.refusals)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Where the engine puts what it has to say until the step ends."""
+
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    exports: list[ExportProgress] = field(default_factory=list)
+    reservations: list[Reservation] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def collect(self) -> StepResult:
+        """All that was put in since the last call; empties it."""
+        result = StepResult(
+            tuple(self.outputs), tuple(self.exports), tuple(self.reservations), tuple(self.refusals)
+        )
+        self.outputs.clear()
+        self.exports.clear()
+        self.reservations.clear()
+        self.refusals.clear()
+        return result

@@ -32,6 +32,11 @@ def chain_root(layout_fingerprint: str, *, salt: bytes = b"", adapter: str = "")
     return digest.digest()[:HASH_BYTES]
 
 
+def next_hash(parent: bytes, block_tokens: bytes) -> BlockHash:
+    """One link of the chain; `block_tokens` is one full block as little-endian uint32."""
+    return BlockHash(hashlib.sha256(parent + block_tokens).digest()[:HASH_BYTES])
+
+
 def hash_blocks(root: bytes, token_ids: Sequence[int], block_size_tokens: int) -> list[BlockHash]:
     """Hashes of the full blocks of `token_ids`, in order; a part-full last block has none."""
     raw = array("I", token_ids).tobytes()
@@ -39,6 +44,6 @@ def hash_blocks(root: bytes, token_ids: Sequence[int], block_size_tokens: int) -
     hashes: list[BlockHash] = []
     parent = root
     for start in range(0, len(raw) - stride + 1, stride):
-        parent = hashlib.sha256(parent + raw[start : start + stride]).digest()[:HASH_BYTES]
-        hashes.append(BlockHash(parent))
+        parent = next_hash(parent, raw[start : start + stride])
+        hashes.append(parent)
     return hashes
