@@ -5,6 +5,7 @@
     ├── UnknownModel            no such model here                             NOT_FOUND
     ├── Overloaded              full: come back after `retry_after_s`          RESOURCE_EXHAUSTED
     │   └── OutOfBlocks         one worker's KV pool has no free block
+    ├── MessageTooLarge         passes the size bound; a retry won't help      RESOURCE_EXHAUSTED
     ├── Unavailable             nobody can serve this now                      UNAVAILABLE
     │   ├── NoWorker            the pool has no ready worker
     │   ├── PeerLost            a worker died, hung or closed the connection
@@ -13,7 +14,9 @@
     ├── Cancelled               the caller went away                           CANCELLED
     ├── Refused                 a peer must not do this                        FAILED_PRECONDITION
     │   ├── LayoutMismatch      other model, dtype, block size or version
-    │   └── TicketRefused       unknown, used, expired or forged ticket
+    │   ├── TicketRefused       unknown, used, expired or forged ticket
+    │   ├── Fenced              a newer life of this worker is known
+    │   └── OutOfSequence       a batch of index events is missing: clear and republish
     ├── TransferFailed          KV bytes did not arrive, or arrived wrong      UNAVAILABLE
     ├── ModelLoadError          the model's files can't be used                FAILED_PRECONDITION
     ├── ConfigError             a setting is wrong; names it                   FAILED_PRECONDITION
@@ -63,6 +66,10 @@ class OutOfBlocks(Overloaded):
         self.free = free
 
 
+class MessageTooLarge(TandemError):
+    """A request or answer passes the bound on message sizes; sending it again won't help."""
+
+
 class Unavailable(TandemError):
     """Nobody can serve this now; a retry elsewhere or later may succeed."""
 
@@ -97,6 +104,14 @@ class LayoutMismatch(Refused):
 
 class TicketRefused(Refused):
     """The ticket is unknown, used, expired, or not for this peer."""
+
+
+class Fenced(Refused):
+    """A newer life of this worker has registered: this process must stop speaking for it."""
+
+
+class OutOfSequence(Refused):
+    """The index lacks what came before this batch (lost, purged, or no lease): clear and republish."""
 
 
 class TransferFailed(TandemError):

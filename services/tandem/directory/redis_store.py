@@ -1,0 +1,114 @@
+"""One Redis, reached with deadlines: every failure of it is `Unavailable` within about a second.
+
+Keys, all in one database (one primary; Redis Cluster is not supported):
+``wrk:{id}`` hash, lives as long as the lease · ``epo:{id}`` newest epoch, for a day · ``wrks`` known
+ids · ``blk:{ns}:{hash}`` hash from worker to ``epoch.generation`` · ``own:{ns}:{id}:{generation}``
+set of a worker's blocks · ``pub:{ns}:{id}`` where its publishing stands · ``owners`` what may need a
+purge · ``wrk-events``, ``idx-events:{ns}`` streams of changes, each with a counter ``…:n``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from tandem.errors import ConfigError, Unavailable
+
+Argument = bytes | str | int
+
+
+class RedisStore:
+    """A pool for commands and one for blocking reads. Both time-outs are set on both; no retries.
+
+    `timeout_s` bounds connecting and one answer; a call takes at most twice that.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 0.5, block_s: float = 1.0) -> None:
+        self.where = _without_password(url)
+        self.timeout_s = timeout_s
+        self.block_s = block_s
+        self._client = _connect(url, timeout_s, timeout_s)
+        self._blocking = _connect(url, timeout_s, timeout_s + block_s)
+        self._scripts: dict[str, Any] = {}
+
+    async def command(self, *arguments: Argument) -> Any:
+        """Run one command. Raises `Unavailable`; `ConfigError` when Redis refuses us."""
+        with self._mapped():
+            async with asyncio.timeout(2 * self.timeout_s):
+                return await self._run(self._client, *arguments)
+
+    async def script(self, lua: str, keys: Sequence[bytes | str], arguments: Sequence[Argument]) -> Any:
+        """Run a Lua script, atomically on the server. Raises as `command` does."""
+        script = self._scripts.get(lua)
+        if script is None:
+            script = self._scripts[lua] = self._client.register_script(lua)
+        with self._mapped():
+            async with asyncio.timeout(2 * self.timeout_s):
+                return await script(keys=list(keys), args=list(arguments))
+
+    async def read_stream(
+        self, stream: bytes, after: bytes, count: int
+    ) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        """Entries after id `after`; waits up to `block_s` for the first one, then returns none."""
+        with self._mapped():
+            async with asyncio.timeout(2 * self.timeout_s + self.block_s):
+                reply = await self._run(
+                    self._blocking,
+                    *("XREAD", "COUNT", count, "BLOCK", int(self.block_s * 1000), "STREAMS", stream, after),
+                )
+        return list(reply[0][1]) if reply else []
+
+    async def aclose(self) -> None:
+        """Close every connection. Idempotent."""
+        await self._client.aclose(close_connection_pool=True)
+        await self._blocking.aclose(close_connection_pool=True)
+
+    @staticmethod
+    async def _run(client: Any, *arguments: Argument) -> Any:
+        """The client as `Any`: redis-py leaves this method untyped."""
+        return await client.execute_command(*arguments)
+
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            yield
+        except (exceptions.AuthenticationError, exceptions.AuthorizationError) as error:
+            raise ConfigError(f"Redis at {self.where} refuses our user or password: {error}") from error
+        except exceptions.NoPermissionError as error:
+            raise ConfigError(f"Redis at {self.where} forbids our user a command or key: {error}") from error
+        except (exceptions.RedisError, OSError, TimeoutError) as error:
+            raise Unavailable(
+                f"Redis at {self.where} gave no answer ({type(error).__name__}: {error}); check that it "
+                "runs and can be reached from here"
+            ) from error
+
+
+def _connect(url: str, connect_timeout_s: float, answer_timeout_s: float) -> Redis:
+    try:
+        return Redis.from_url(
+            url,
+            protocol=2,
+            socket_connect_timeout=connect_timeout_s,
+            socket_timeout=answer_timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=0,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"redis.url is {_without_password(url)!r}; it must look like redis://host:6379/0, "
+            "rediss://user:password@host:6379/0 or unix:///path/to/socket"
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"
