@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.clock import Deadline
 from tandem.directory.base import WorkerRecord
+from tandem.generation import CallContext as CallContext
 from tandem.generation import PhaseTiming, SequenceOutput, SequenceSpec, TokenOutput
+from tandem.generation import PrefillResult as PrefillResult
 from tandem.ids import AttemptId, GatewayId, TransferId
 from tandem.kv.ticket import FinalWord, Hello, Ticket
 from tandem.request import FinishReason, Request, Usage
-
-
-@dataclass(frozen=True, slots=True)
-class CallContext:
-    """What travels beside every call: the caller's deadline and its W3C trace context.
-
-    `trace_headers` holds ``traceparent`` and ``tracestate``; empty starts a new trace.
-    """
-
-    deadline: Deadline | None = None
-    trace_headers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +81,6 @@ class InferenceService(Protocol):
     async def server_info(self) -> ServerInfo:
         """Version, models and workers."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillResult:
-    """What the gateway learns from a sender: the first token, to stream at once."""
-
-    first_token: TokenOutput
-    num_cached_tokens: int
-    phases: tuple[PhaseTiming, ...]
 
 
 class WorkerService(Protocol):
