@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -24,7 +24,7 @@ from tandem.request import ChatMessage
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}`` marks the assistant's words for training; here it just renders them."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (jinja declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """The block's body, as if the tag weren't there."""
