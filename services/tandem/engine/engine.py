@@ -224,7 +224,8 @@ class Engine:
             and s.stage in (Stage.WAITING, Stage.RUNNING)
         ]
         for sequence in late:
-            self._end(sequence, FinishReason.ERROR, now, error=DEADLINE_ERROR)
+            late_by = DeadlineExceeded(f"the deadline of attempt {sequence.spec.attempt_id} passed")
+            self._end(sequence, FinishReason.ERROR, now, error=late_by)
 
     def _note(self, plan: Plan, now: Moment) -> None:
         for sequence in plan.started:
@@ -293,10 +294,10 @@ class Engine:
     # Ends
 
     def _fail(self, sequences: SequenceOf[Sequence], error: Exception) -> None:
-        message = str(error) if isinstance(error, TandemError) else _describe(error)
+        told = error if isinstance(error, TandemError) else InternalError(_describe(error))
         now = Moment.now(self._clock)
         for sequence in sequences:
-            self._end(sequence, FinishReason.ERROR, now, error=message)
+            self._end(sequence, FinishReason.ERROR, now, error=told)
 
     def _end(
         self,
@@ -305,19 +306,20 @@ class Engine:
         now: Moment,
         *,
         tokens: tuple[TokenOutput, ...] = (),
-        error: str | None = None,
+        error: TandemError | None = None,
     ) -> None:
         """End a waiting or running sequence, and tell whoever listens for its purpose."""
         attempt_id, num_cached_tokens = sequence.spec.attempt_id, sequence.num_cached_tokens or 0
         if sequence.purpose is Purpose.RECEIVE:
             self._withdraw(sequence, error)
             return
+        message = DEADLINE_ERROR if isinstance(error, DeadlineExceeded) else str(error) if error else None
         self._close_phase(sequence, None, now)
         phases = sequence.timeline.phases()
         if sequence.purpose is Purpose.GENERATE:
             self._forget(sequence)
             self._outbox.outputs.append(
-                SequenceOutput(attempt_id, tokens, finish, num_cached_tokens, phases, error)
+                SequenceOutput(attempt_id, tokens, finish, num_cached_tokens, phases, message)
             )
             return
         blocks = sequence.positioned_blocks()
@@ -333,16 +335,17 @@ class Engine:
                 sequence.num_computed_tokens,
                 num_cached_tokens,
                 phases=phases,
-                error=error or finish.value,
+                error=message or finish.value,
             )
         )
 
-    def _withdraw(self, sequence: Sequence, error: str | None = None) -> None:
+    def _withdraw(self, sequence: Sequence, error: TandemError | None = None) -> None:
         """Take a sequence without blocks out of the queue; a waiting `reserve` call is answered."""
         self._forget(sequence)
         if sequence.purpose is Purpose.RECEIVE:
             attempt_id = sequence.spec.attempt_id
-            self._outbox.refusals.append(Refusal(attempt_id, _refusal(attempt_id, error)))
+            aborted = Cancelled(f"attempt {attempt_id} was aborted while it waited for KV blocks")
+            self._outbox.refusals.append(Refusal(attempt_id, error or aborted))
 
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.drop(sequence)
@@ -363,11 +366,3 @@ class Engine:
 def _describe(error: Exception) -> str:
     # A foreign message might hold what was computed on; its kind doesn't. The log has the rest.
     return f"the engine failed ({type(error).__name__}); the worker's log says more, and a retry may succeed"
-
-
-def _refusal(attempt_id: AttemptId, error: str | None) -> TandemError:
-    if error == DEADLINE_ERROR:
-        return DeadlineExceeded(f"attempt {attempt_id} got no KV blocks before its deadline")
-    if error is not None:
-        return InternalError(error)
-    return Cancelled(f"attempt {attempt_id} was aborted while it waited for KV blocks")
