@@ -48,7 +48,7 @@ class EngineSettings(_Section):
     block_size_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     max_batch_tokens: Count = 512
     max_num_sequences: Count = 64
-    max_waiting: Annotated[int, Field(ge=0)] = 256
+    max_waiting: Count = 256
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
@@ -27,11 +26,6 @@ Parent = Span | Mapping[str, str] | None
 """Where a span hangs: under a span of this process, under W3C headers, or (None, empty) at a new root."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_OK_CODE = 0
-_CANCELLED_CODE = 1
-_DEADLINE_CODE = 4
-# For a server, other codes than these are the caller's fault, not a failure of the span.
-_SERVER_FAULT_CODES = frozenset({_CANCELLED_CODE, 2, _DEADLINE_CODE, 12, 13, 14, 15})
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
@@ -125,83 +119,6 @@ def inject(span: Span) -> dict[str, str]:
 def trace_id(span: Span) -> str:
     """32 hex digits to show to the user and to search the collector by."""
     return f"{span.get_span_context().trace_id:032x}"
-
-
-class RpcSide(Enum):
-    """Which end of a call a span describes."""
-
-    CLIENT = SpanKind.CLIENT
-    SERVER = SpanKind.SERVER
-
-
-class RpcSpan:
-    """One call's span. End it once, by the status code that the other side sees."""
-
-    def __init__(self, span: Span, side: RpcSide) -> None:
-        self.span = span
-        self._side = side
-        self._ended = False
-
-    @property
-    def trace_headers(self) -> dict[str, str]:
-        """What a client sends along, and what a server hangs its own spans under."""
-        return inject(self.span)
-
-    def end(self, code: int, error: BaseException | None = None) -> None:
-        """End with a gRPC status code (0 is OK, 1 cancelled, 4 deadline). Later calls change nothing."""
-        if self._ended:
-            return
-        self._ended = True
-        self.span.set_attribute(names.RPC_GRPC_STATUS, code)
-        outcome = _outcome_of_code(code)
-        if self._side is RpcSide.SERVER and code not in _SERVER_FAULT_CODES and code != _OK_CODE:
-            self.span.set_attribute(names.OUTCOME, outcome.value)
-            if error is not None:
-                self.span.set_attribute(names.ERROR_TYPE, type(error).__qualname__)
-        else:
-            mark_outcome(self.span, outcome, error)
-        self.span.end()
-
-
-def begin_rpc_span(
-    tracer: Tracer, side: RpcSide, method: str, *, parent: Parent = None, address: str = ""
-) -> RpcSpan:
-    """Start a call's span. `method` is gRPC's full name, ``/tandem.v1.InferenceService/Generate``."""
-    service, _, name = method.lstrip("/").rpartition("/")
-    attributes = {
-        names.RPC_SYSTEM: names.RPC_SYSTEM_GRPC,
-        names.RPC_SERVICE: service,
-        names.RPC_METHOD: name,
-    }
-    if address:
-        attributes[names.SERVER_ADDRESS] = address
-    span = begin_span(tracer, method.lstrip("/"), parent=parent, kind=side.value, attributes=attributes)
-    return RpcSpan(span, side)
-
-
-@contextmanager
-def rpc_span(
-    tracer: Tracer, side: RpcSide, method: str, *, parent: Parent = None, address: str = ""
-) -> Iterator[RpcSpan]:
-    """A call's span around a block: OK at its end unless `end` was called; errors by their kind.
-
-    An error that leaves the block unclassified counts as UNKNOWN (2); call `end` first to say better.
-    """
-    call = begin_rpc_span(tracer, side, method, parent=parent, address=address)
-    try:
-        yield call
-    except BaseException as error:
-        outcome = outcome_of(error)
-        call.end(
-            {Outcome.CANCELLED: _CANCELLED_CODE, Outcome.DEADLINE: _DEADLINE_CODE}.get(outcome, 2), error
-        )
-        raise
-    call.end(_OK_CODE)
-
-
-def _outcome_of_code(code: int) -> Outcome:
-    known = {_OK_CODE: Outcome.OK, _CANCELLED_CODE: Outcome.CANCELLED, _DEADLINE_CODE: Outcome.DEADLINE}
-    return known.get(code, Outcome.ERROR)
 
 
 def _context(parent: Parent) -> Context:
