@@ -12,7 +12,8 @@ from enum import Enum
 from types import TracebackType
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry as CollectorRegistry
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from tandem.errors import ConfigError
 from tandem.generation import WorkerLoad
