@@ -183,6 +183,12 @@ def test_repetition_penalty_is_transformers_over_prompt_and_output() -> None:
     assert_fits(drawn, expected.softmax(-1)[0])
 
 
+def test_repetition_penalty_makes_a_token_less_likely_on_either_side_of_zero() -> None:
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    assert ids(torch.tensor([[3.0, 2.0]]), [row(params, prompt=[0])]) == [1]
+    assert ids(torch.tensor([[-2.0, -3.0]]), [row(params, output=[0])]) == [1]
+
+
 def test_frequency_counts_and_presence_does_not_over_the_output_only() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, 1.2]])
     output = [1, 1, 1, 2]

@@ -187,6 +187,11 @@ def test_a_match_that_came_too_early_is_not_held_back() -> None:
     assert assembler.push(chars("STOP")).text == "STOP"
 
 
+def test_a_match_that_came_too_early_may_begin_another() -> None:
+    for cuts in ((), (1, 2)):
+        assert run(chars("abc"), ("ab", "bc"), min_tokens=2, cuts=cuts) == ("a", 3, True)
+
+
 def test_hidden_tokens_count_but_show_nothing() -> None:
     (hidden,) = chars("!")
     tokens = [*chars("ab"), hidden]
