@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from tandem.config.choices import LogFormat, LogLevel, ModelDtype, TransportKind, WeightFormat
 
@@ -20,6 +20,8 @@ DEFAULT_KV_MEMORY_BYTES = 1 << 30
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+# Absolute, since a Ray actor starts in a folder of its own.
+Folder = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 
 
 class _Section(BaseModel):
@@ -142,7 +144,7 @@ class TelemetrySettings(_Section):
     metrics_port: Port | None = None
     log_format: LogFormat = LogFormat.CONSOLE
     log_level: LogLevel = LogLevel.INFO
-    trace_dir: Path | None = None
+    trace_dir: Folder | None = None
 
 
 class Settings(_Section):

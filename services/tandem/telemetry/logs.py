@@ -72,13 +72,13 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
+            **_safe_fields(record),  # first, so that a field can't take a reserved name
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "role": self._role,
             "logger": record.name,
             "message": record.getMessage(),
             **_trace_ids(record),
-            **_safe_fields(record),
         }
         if record.exc_info and record.exc_info[1] is not None:
             entry["exception"] = describe_exception(record.exc_info[1])

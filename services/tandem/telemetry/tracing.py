@@ -79,24 +79,17 @@ class Tracing:
             flusher.join(1.0)
 
 
-def set_up_tracing(
-    role: str,
-    instance_id: str,
-    *,
-    trace_dir: Path | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Tracing:
+def set_up_tracing(role: str, instance_id: str, *, trace_dir: Path | None = None) -> Tracing:
     """Tracing for a process of this role, e.g. ``gateway``.
 
     OTLP over gRPC is on when ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``_TRACES_`` form) is set or
     ``OTEL_TRACES_EXPORTER`` says so; `trace_dir` adds a file of JSON lines. Raises `ConfigError`.
     """
-    environ = os.environ if environ is None else environ
     exporters: list[SpanExporter] = []
     batched: list[SpanExporter] = []
-    wanted = _wanted_exporters(environ)
+    wanted = _wanted_exporters(os.environ)
     if "otlp" in wanted:
-        _require_grpc(environ)
+        _require_grpc(os.environ)
         batched.append(OTLPSpanExporter())
     if "console" in wanted:
         exporters.append(ConsoleSpanExporter())

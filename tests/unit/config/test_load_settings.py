@@ -157,6 +157,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "nowhere.toml: can't be read: No such file" in problem(tmp_path / "nowhere.toml")
 
 
+def test_a_folder_means_the_same_in_every_process() -> None:
+    settings = load_settings(None, {"telemetry": {"trace_dir": "traces"}})
+    assert settings.telemetry.trace_dir == Path.cwd() / "traces"
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text("# nothing\n")

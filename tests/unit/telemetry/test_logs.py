@@ -71,8 +71,9 @@ def test_p31_a_prompt_shows_in_no_log(logging_to: Logging, as_json: bool) -> Non
     request = Request(prompt=CANARY)
     log.info("got %s", request)
     log.info("got %(request)s of %(prompt)s", {"request": request, "prompt": CANARY})
-    log.info("got one", extra=fields(request=request, prompt=CANARY, message=ChatMessage("user", CANARY)))
+    log.info("got one", extra=fields(request=request, prompt=CANARY, turn=ChatMessage("user", CANARY)))
     log.info("failed: %s", ValueError(CANARY))
+    log.info("a plain message", extra=fields(message="a field of that name"))
     try:
         try:
             raise ValueError(f"template failed on {CANARY}")
@@ -83,6 +84,7 @@ def test_p31_a_prompt_shows_in_no_log(logging_to: Logging, as_json: bool) -> Non
     text = stream.getvalue()
     assert CANARY not in text
     assert text.count("withheld") == 6
+    assert "a plain message" in text
     assert "PeerLost: decode-0 is gone" in text
     assert "ValueError" in text
     assert "test_logs.py" in text
