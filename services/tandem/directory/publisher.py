@@ -22,7 +22,8 @@ class PrefixPublisher:
     Waiting events are reduced to their outcome, one entry a hash. A batch whose answer was lost is
     sent again under its number, which is safe. When the index asks for it, or more than `max_backlog`
     hashes wait, what waits is thrown away and `snapshot()` is published after a clear. `snapshot`
-    must return the blocks held now; events may be offered again after it saw them.
+    must return the blocks held now; events may be offered again after it saw them. With nothing to
+    say, an empty batch every `check_s` finds out whether the index still knows what was published.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class PrefixPublisher:
         max_backlog: int = 65_536,
         batch_hashes: int = 1024,
         max_delay_s: float = 2.0,
+        check_s: float = 5.0,
     ) -> None:
         self._index = index
         self._worker_id = worker_id
@@ -43,6 +45,7 @@ class PrefixPublisher:
         self._max_backlog = max_backlog
         self._batch_hashes = batch_hashes
         self._max_delay_s = max_delay_s
+        self._check_s = check_s
         self._pending: dict[BlockHash, bool] = {}
         self._clear = False
         self._resync = False
@@ -78,7 +81,7 @@ class PrefixPublisher:
     @property
     def idle(self) -> bool:
         """All that was offered is published."""
-        return not (self._pending or self._clear or self._resync or self._in_flight)
+        return not (self._pending or self._clear or self._resync or self._in_flight is not None)
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Return when all that was offered is published; `DeadlineExceeded` after `timeout_s`."""
@@ -98,28 +101,36 @@ class PrefixPublisher:
 
     async def _run(self) -> None:
         delay_s = first_delay_s = 0.05
-        while True:
-            await self._wake.wait()
+        while not self._fenced:
+            await self._wait_for_work()
+            try:
+                await self._publish_next()
+                delay_s = first_delay_s
+                continue
+            except Fenced as error:
+                _LOG.error("publishing ends: %s", error)
+                self._give_up()
+                return
+            except OutOfSequence as error:
+                _LOG.info("publishing starts over: %s", error)
+                self._start_over()
+            except TandemError as error:
+                _LOG.warning("publishing waits: %s", error)
+            except Exception:  # a bug must not end publishing silently
+                _LOG.exception("publishing failed and starts over")
+                self._start_over()
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, self._max_delay_s)
+
+    async def _wait_for_work(self) -> None:
+        """Return when something waits, or when it is time for a check."""
+        while self.idle:
             self._wake.clear()
-            while not self.idle:
-                try:
-                    await self._publish_next()
-                    delay_s = first_delay_s
-                    continue
-                except Fenced as error:
-                    _LOG.error("publishing ends: %s", error)
-                    self._give_up()
-                    return
-                except OutOfSequence as error:
-                    _LOG.info("publishing starts over: %s", error)
-                    self._start_over()
-                except TandemError as error:
-                    _LOG.warning("publishing waits: %s", error)
-                except Exception:  # a bug must not end publishing silently
-                    _LOG.exception("publishing failed and starts over")
-                    self._start_over()
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, self._max_delay_s)
+            try:
+                async with asyncio.timeout(self._check_s if self._sequence else None):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
 
     async def _publish_next(self) -> None:
         if self._in_flight is None:

@@ -61,8 +61,10 @@ for i = 1, #stored, size do
   redis.call('SADD', own, hash)
   redis.call('HSET', blk .. hash, id, tag)
 end
-redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*', 'n', redis.call('INCR', KEYS[5]),
-           'id', id, 'epoch', epoch, 'gen', gen, 'stored', stored, 'removed', removed)
+if clear or not same_life or #stored + #removed > 0 then
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', ARGV[9], '*', 'n', redis.call('INCR', KEYS[5]),
+             'id', id, 'epoch', epoch, 'gen', gen, 'stored', stored, 'removed', removed)
+end
 redis.call('PEXPIRE', KEYS[4], ARGV[10])
 redis.call('PEXPIRE', KEYS[5], ARGV[10])
 return {'done', dead}

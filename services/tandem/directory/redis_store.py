@@ -10,7 +10,7 @@ purge · ``wrk-events``, ``idx-events:{ns}`` streams of changes, each with a cou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,15 +35,16 @@ class RedisStore:
         self.where = _without_password(url)
         self.timeout_s = timeout_s
         self.block_s = block_s
-        self._client = _connect(url, timeout_s, timeout_s)
-        self._blocking = _connect(url, timeout_s, timeout_s + block_s)
+        # Any, because redis-py leaves execute_command untyped.
+        self._client: Any = _connect(url, timeout_s, timeout_s)
+        self._blocking: Any = _connect(url, timeout_s, timeout_s + block_s)
         self._scripts: dict[str, Any] = {}
 
     async def command(self, *arguments: Argument) -> Any:
         """Run one command. Raises `Unavailable`; `ConfigError` when Redis refuses us."""
         with self._mapped():
             async with asyncio.timeout(2 * self.timeout_s):
-                return await self._run(self._client, *arguments)
+                return await _heeding_cancel(self._client.execute_command(*arguments))
 
     async def script(self, lua: str, keys: Sequence[bytes | str], arguments: Sequence[Argument]) -> Any:
         """Run a Lua script, atomically on the server. Raises as `command` does."""
@@ -52,7 +53,7 @@ class RedisStore:
             script = self._scripts[lua] = self._client.register_script(lua)
         with self._mapped():
             async with asyncio.timeout(2 * self.timeout_s):
-                return await script(keys=list(keys), args=list(arguments))
+                return await _heeding_cancel(script(keys=list(keys), args=list(arguments)))
 
     async def read_stream(
         self, stream: bytes, after: bytes, count: int
@@ -60,9 +61,10 @@ class RedisStore:
         """Entries after id `after`; waits up to `block_s` for the first one, then returns none."""
         with self._mapped():
             async with asyncio.timeout(2 * self.timeout_s + self.block_s):
-                reply = await self._run(
-                    self._blocking,
-                    *("XREAD", "COUNT", count, "BLOCK", int(self.block_s * 1000), "STREAMS", stream, after),
+                reply = await _heeding_cancel(
+                    self._blocking.execute_command(
+                        "XREAD", "COUNT", count, "BLOCK", int(self.block_s * 1000), "STREAMS", stream, after
+                    )
                 )
         return list(reply[0][1]) if reply else []
 
@@ -70,11 +72,6 @@ class RedisStore:
         """Close every connection. Idempotent."""
         await self._client.aclose(close_connection_pool=True)
         await self._blocking.aclose(close_connection_pool=True)
-
-    @staticmethod
-    async def _run(client: Any, *arguments: Argument) -> Any:
-        """The client as `Any`: redis-py leaves this method untyped."""
-        return await client.execute_command(*arguments)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
@@ -89,6 +86,22 @@ class RedisStore:
                 f"Redis at {self.where} gave no answer ({type(error).__name__}: {error}); check that it "
                 "runs and can be reached from here"
             ) from error
+
+
+async def _heeding_cancel(call: Awaitable[Any]) -> Any:
+    """Await `call`; a cancellation that it swallowed is raised after all.
+
+    redis-py sends through `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes
+    together with the result (python/cpython#81839): tasks would outlive their cancellation.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_before = task.cancelling()
+    try:
+        return await call
+    finally:
+        if task.cancelling() > num_before:
+            raise asyncio.CancelledError
 
 
 def _connect(url: str, connect_timeout_s: float, answer_timeout_s: float) -> Redis:

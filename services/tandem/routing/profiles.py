@@ -8,12 +8,14 @@ to us starts from what its kind has learnt.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.ids import WorkerId
 
 _FORGETTING = 0.98
 _MAX_DOUBT = 1e6
+_MIN_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,7 @@ TRANSFER_PRIOR = Line(0.002, 1e-9)
 
 @dataclass(slots=True)
 class WorkerProfile:
-    """One worker's three lines: prefill by tokens, a decode step by running sequences, a transfer into
-    it by bytes."""
+    """One worker's lines: prefill by tokens, decode step by sequences, transfer into it by bytes."""
 
     prefill: LinearFit = field(default_factory=lambda: LinearFit(PREFILL_PRIOR, 512.0))
     decode_step: LinearFit = field(default_factory=lambda: LinearFit(DECODE_PRIOR, 8.0))
@@ -104,32 +105,32 @@ class Profiles:
         """Predicted seconds to compute `num_tokens`; none for no tokens."""
         if num_tokens <= 0:
             return 0.0
-        return self._fitted(worker_id, "prefill").predict_s(num_tokens)
+        return self._fit(worker_id, lambda profile: profile.prefill).predict_s(num_tokens)
 
     def decode_step_s(self, worker_id: WorkerId, num_running: int) -> float:
         """Predicted seconds of one step."""
-        return self._fitted(worker_id, "decode_step").predict_s(num_running)
+        return self._fit(worker_id, lambda profile: profile.decode_step).predict_s(num_running)
 
     def transfer_s(self, worker_id: WorkerId, num_bytes: int) -> float:
         """Predicted seconds to bring `num_bytes` into this worker; none for no bytes."""
         if num_bytes <= 0:
             return 0.0
-        return self._fitted(worker_id, "transfer").predict_s(num_bytes)
+        return self._fit(worker_id, lambda profile: profile.transfer).predict_s(num_bytes)
 
     def keep_only(self, worker_ids: frozenset[WorkerId]) -> None:
         """Forget workers that are gone."""
         for worker_id in self._workers.keys() - worker_ids:
             del self._workers[worker_id]
 
+    @property
+    def num_workers(self) -> int:
+        """Workers with a profile of their own."""
+        return len(self._workers)
+
     def _learners(self, worker_id: WorkerId) -> tuple[WorkerProfile, WorkerProfile]:
         return self._common, self._workers.setdefault(worker_id, WorkerProfile())
 
-    def _fitted(self, worker_id: WorkerId, what: str) -> LinearFit:
-        own = self._workers.get(worker_id)
-        fit: LinearFit = getattr(own or self._common, what)
-        if fit.num_samples < _MIN_SAMPLES:
-            fit = getattr(self._common, what)
-        return fit
-
-
-_MIN_SAMPLES = 3
+    def _fit(self, worker_id: WorkerId, part: Callable[[WorkerProfile], LinearFit]) -> LinearFit:
+        """The worker's own fit once it has some samples, else the common one."""
+        own = part(self._workers.get(worker_id, self._common))
+        return own if own.num_samples >= _MIN_SAMPLES else part(self._common)

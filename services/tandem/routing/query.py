@@ -34,7 +34,7 @@ class RouterPolicy:
     """
 
     mode: DisaggregationMode = DisaggregationMode.AUTO
-    max_local_prefill_tokens: int = 2048
+    max_local_prefill_tokens: int = 512
     decode_slowdown: float = 0.1
     tie_margin: float = 0.05
     inhibit_s: float = 5.0

@@ -30,6 +30,9 @@ PickIndex = Callable[[int], int]
 """Given n, an index in [0, n), evenly at random; `random.randrange` fits."""
 
 
+_SPARE_PROFILES = 64  # a worker that blinks keeps its profile; names that never return don't pile up
+
+
 @dataclass(frozen=True, slots=True)
 class _Inhibition:
     until_s: float
@@ -61,6 +64,8 @@ class Router:
         if query.num_prompt_tokens < 1:
             raise InternalError("a query needs at least one prompt token; the validator lets none pass")
         inhibited_s = self._inhibited(workers, now_s)
+        if self.profiles.num_workers > 2 * len(workers) + _SPARE_PROFILES:
+            self.profiles.keep_only(frozenset(worker.worker_id for worker in workers))
         decode = self._best_decode(query, workers, matches, inhibited_s)
         prefill = self._best_prefill(query, workers, matches, inhibited_s)
         route = self._place(query, decode, prefill)
