@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
+from tests.support.directory_fakes import FINGERPRINT, ManualClock, RealClock, block, blocks, make_record
 
 from tandem.directory.embedded import EmbeddedRedis
 from tandem.directory.memory import MemoryDirectory
@@ -15,7 +16,6 @@ from tandem.directory.redis_directory import RedisDirectory
 from tandem.errors import Fenced, OutOfSequence, Unavailable
 from tandem.ids import BlockHash, Epoch, WorkerId
 from tandem.kv.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
-from tests.support.directory_fakes import FINGERPRINT, ManualClock, RealClock, block, blocks, make_record
 
 A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 TTL_S = 30.0

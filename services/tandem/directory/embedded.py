@@ -24,15 +24,20 @@ from tandem.errors import ConfigError, Unavailable
 
 _KEEPER = """
 folder=$1; shift
-(while :; do
-  "$@" </dev/null &
-  echo "server-pid $!"
-  wait "$!"
-  sleep 1
-done) &
+(
+  trap 'kill -KILL $!; wait; exit' TERM
+  while :; do
+    "$@" </dev/null &
+    echo "server-pid $!"
+    wait $!
+    sleep 1 &
+    wait $!
+  done
+) &
 read -r _
+kill -TERM $!
+wait
 rm -rf "$folder"
-kill -KILL 0
 """
 _PID_LINE = "server-pid "
 _MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 104 bytes on macOS, 108 on Linux

@@ -23,6 +23,11 @@ from redis.backoff import NoBackoff
 from tandem.errors import ConfigError, Unavailable
 
 Argument = bytes | str | int
+_REFUSALS = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.NoPermissionError,
+)
 
 
 class RedisStore:
@@ -77,11 +82,15 @@ class RedisStore:
     def _mapped(self) -> Iterator[None]:
         try:
             yield
-        except (exceptions.AuthenticationError, exceptions.AuthorizationError) as error:
-            raise ConfigError(f"Redis at {self.where} refuses our user or password: {error}") from error
-        except exceptions.NoPermissionError as error:
-            raise ConfigError(f"Redis at {self.where} forbids our user a command or key: {error}") from error
         except (exceptions.RedisError, OSError, TimeoutError) as error:
+            reason: BaseException = error
+            while isinstance(reason.__cause__, exceptions.RedisError):
+                reason = reason.__cause__  # redis-py wraps a refused login in a ConnectionError
+            if isinstance(reason, _REFUSALS):
+                raise ConfigError(
+                    f"Redis at {self.where} refuses our user, our password or a command: {reason}; "
+                    "set redis.url to redis://user:password@host and see the user's ACL"
+                ) from error
             raise Unavailable(
                 f"Redis at {self.where} gave no answer ({type(error).__name__}: {error}); check that it "
                 "runs and can be reached from here"
