@@ -141,7 +141,7 @@ class Engine:
     def abort(self, attempt_id: AttemptId) -> None:
         """Stop computing. Exported and reserved blocks stay until `release`. Unknown: no-op."""
         sequence = self._sequences.get(attempt_id)
-        if sequence is None or sequence.stage is Stage.HELD:
+        if sequence is None:
             return
         self.idle = False
         if sequence.purpose is Purpose.GENERATE:
@@ -174,7 +174,7 @@ class Engine:
         self._expire(started)
         plan = self._scheduler.schedule()
         self._note(plan, started)
-        self.idle = not plan.chunks and not plan.num_preempted
+        self.idle = not plan.chunks
         if plan.chunks:
             try:
                 tokens = self._run(plan)

@@ -26,7 +26,6 @@ class Plan:
     """Got blocks and run from now on, also again after a preemption."""
     reserved: list[Sequence] = field(default_factory=list)
     """Got the blocks that they wait to have filled."""
-    num_preempted: int = 0
 
 
 class Scheduler:
@@ -61,13 +60,13 @@ class Scheduler:
         plan = Plan()
         for sequence in tuple(self.running):
             decodes = sequence.stage is Stage.RUNNING and sequence.num_pending_tokens == 1
-            if decodes and self._grow(sequence, plan):
+            if decodes and self._grow(sequence):
                 plan.chunks.append((sequence, 1))
         budget_tokens = self._settings.max_batch_tokens - len(plan.chunks)
         for sequence in self.running:
             if budget_tokens and sequence.num_pending_tokens > 1:
                 budget_tokens -= self._give(sequence, budget_tokens, plan)
-        if self.waiting and not plan.num_preempted:
+        if self.waiting:
             self._start_waiting(plan, budget_tokens)
         return plan
 
@@ -105,7 +104,7 @@ class Scheduler:
         sequence.stage = Stage.ENDED
         self._release_blocks(sequence)
 
-    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+    def _grow(self, sequence: Sequence) -> bool:
         """Make room for its next token's KV, preempting if need be; false if it was preempted itself."""
         lacking = self.pool.num_blocks_for(sequence.num_tokens) - len(sequence.block_ids)
         if lacking <= 0:
@@ -113,21 +112,18 @@ class Scheduler:
         while (new := self.pool.take(lacking)) is None:
             # The sequence itself qualifies, so there always is one.
             victim = next(s for s in reversed(self.running) if s.purpose is Purpose.GENERATE)
-            self._preempt(victim, plan)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         sequence.block_ids.extend(new)
         return True
 
-    def _preempt(self, sequence: Sequence, plan: Plan) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release_blocks(sequence)
         sequence.num_computed_tokens = 0
-        sequence.num_shareable_blocks = 0
-        sequence.last_shareable = None
         sequence.stage = Stage.WAITING
         insort(self.waiting, sequence, key=_order)
-        plan.num_preempted += 1
 
     def _give(self, sequence: Sequence, budget_tokens: int, plan: Plan) -> int:
         num_tokens = min(sequence.num_pending_tokens, budget_tokens)

@@ -120,6 +120,8 @@ def test_preempted_sequences_answer_as_if_nothing_had_happened():
     assert computed > sum(5 + 19 for _ in specs), "nothing was preempted, so this test tests nothing"
     for n, spec in enumerate(specs):
         assert bench.tokens[spec.attempt_id] == true_answer(spec.token_ids, 20, seed=n)
+        told = [timing.phase for timing in bench.ends[spec.attempt_id].phases]
+        assert told == [Phase.QUEUE, Phase.PREFILL, Phase.DECODE]
     bench.assert_empty()
 
 
@@ -298,6 +300,14 @@ def test_p13_received_blocks_are_shared_only_after_admit():
     assert bench.tokens["a"] == true_answer(prompt(9), 4)[1:]
 
 
+def test_received_blocks_are_shared_from_admit_on_even_if_nothing_is_computed():
+    decode, prefill = Bench(), Bench()
+    decode.hand_over(make_spec("a", prompt(9), max_tokens=1), prefill)
+    assert decode.runner.batches == []
+    decode.answer(make_spec("b", prompt(9)))
+    assert decode.ends["b"].num_cached_tokens == 8
+
+
 def test_a_reservation_that_can_never_fit_is_refused_at_once():
     bench = Bench(num_blocks=4)
     with pytest.raises(OutOfBlocks):
@@ -430,6 +440,21 @@ def test_a_passed_deadline_ends_what_waits_and_what_runs():
     bench.engine.release(aid("exports"))
     bench.assert_empty()
     assert bench.engine.until_deadline_s() is None
+
+
+def test_p34_a_deadline_never_takes_blocks_that_others_may_read_or_write():
+    bench = Bench()
+    deadline = Deadline.after(bench.clock, 5.0)
+    bench.engine.export(make_spec("sent", prompt(9), deadline=deadline))
+    bench.engine.reserve(make_spec("filled", prompt(9, 3), deadline=deadline))
+    bench.run()
+    bench.clock.now_s += 9.0
+    assert not bench.step()
+    assert bench.engine.until_deadline_s() is None
+    assert bench.engine.load().num_free_blocks == 32 - 6
+    bench.engine.release(aid("sent"))
+    bench.engine.release(aid("filled"))
+    bench.assert_empty()
 
 
 # Failures

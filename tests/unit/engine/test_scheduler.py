@@ -90,6 +90,10 @@ def test_reservations_pass_a_prompt_that_only_lacks_budget():
     assert plan.started == [running]
     assert plan.reserved == [receiver]
     assert prompt.stage is Stage.WAITING
+    late = bench.add(4, Purpose.RECEIVE)
+    plan = bench.plan()
+    assert plan.chunks == [(running, 16)]
+    assert plan.reserved == [late]
 
 
 def test_p10_a_large_reservation_is_not_overtaken_for_ever():
@@ -137,6 +141,30 @@ def test_exported_and_reserved_sequences_are_never_preempted():
     assert bench.plan() == Plan()
     bench.scheduler.drop(exported)
     assert bench.plan().started == [running]
+
+
+def test_an_export_in_mid_prompt_is_not_preempted_for_a_decode():
+    bench = Bench(num_blocks=9, max_batch_tokens=8)
+    running = bench.add(7)
+    bench.step()
+    exported = bench.add(24, Purpose.EXPORT)
+    bench.step()
+    running.token_ids.extend([1] * 4)
+    running.num_computed_tokens += 4
+    bench.step()
+    assert running.stage is Stage.WAITING
+    assert exported.stage is Stage.RUNNING
+    assert exported.num_computed_tokens > 7
+
+
+def test_a_start_leaves_a_block_for_each_running_sequence():
+    bench = Bench(num_blocks=5)
+    running = bench.add(4)
+    bench.step()
+    waiting = bench.add(12)
+    assert bench.step() == [(running, 1)]
+    assert waiting.stage is Stage.WAITING
+    assert bench.scheduler.running == [running]
 
 
 def test_what_can_never_fit_is_refused_at_once():
