@@ -24,8 +24,8 @@ class WireSettings:
     """
 
     max_message_bytes: int = 32 * MIB
-    keepalive_s: float = 20.0
-    keepalive_timeout_s: float = 10.0
+    keepalive_s: float = 10.0
+    keepalive_timeout_s: float = 5.0
     connect_timeout_s: float = 2.0
     max_reconnect_backoff_s: float = 2.0
 
@@ -48,7 +48,6 @@ class WireSettings:
         return (
             *self._shared_options(),
             ("grpc.http2.min_ping_interval_without_data_ms", _ms(self.keepalive_s / 2)),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", _ms(self.keepalive_s / 2)),
             # With it a second server on the same port would silently take half of the calls.
             ("grpc.so_reuseport", 0),
         )
@@ -59,6 +58,8 @@ class WireSettings:
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.keepalive_time_ms", _ms(self.keepalive_s)),
             ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
+            # Pings have a bound of their own, a minute by default, and it is the one that counts.
+            ("grpc.http2.ping_timeout_ms", _ms(self.keepalive_timeout_s)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
         )

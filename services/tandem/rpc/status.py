@@ -149,7 +149,8 @@ _FOREIGN: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.PeerLost,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    # We did not cancel, or this would be no AioRpcError: a stopping server did.
+    grpc.StatusCode.CANCELLED: errors.PeerLost,
     grpc.StatusCode.FAILED_PRECONDITION: errors.Refused,
     grpc.StatusCode.UNIMPLEMENTED: errors.Refused,
     grpc.StatusCode.UNAUTHENTICATED: errors.Refused,
