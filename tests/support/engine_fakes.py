@@ -10,6 +10,7 @@ import numpy as np
 from tandem.engine.batch import BatchInput, SamplingRow
 from tandem.engine.engine import Engine
 from tandem.engine.settings import EngineSettings
+from tandem.errors import InternalError, TandemError
 from tandem.generation import SequenceSpec, TokenOutput
 from tandem.ids import AttemptId
 from tandem.request import SamplingParams
@@ -75,18 +76,25 @@ class FakeRunner:
 
 
 class FakeSampler:
-    """Draws `true_next` of what was read through the block tables; remembers its rows."""
+    """Draws `true_next` of what was read through the block tables; remembers its rows.
+
+    Rows of `broken_seeds` get an error, as rows of NaN do.
+    """
 
     def __init__(self) -> None:
         self.rows: list[SamplingRow] = []
+        self.broken_seeds: set[int] = set()
 
-    def sample(self, logits: list[list[int]], rows: Sequence[SamplingRow]) -> list[TokenOutput]:
+    def sample(self, logits: list[list[int]], rows: Sequence[SamplingRow]) -> list[TokenOutput | TandemError]:
         self.rows.extend(rows)
-        drawn = []
+        drawn: list[TokenOutput | TandemError] = []
         for seen, row in zip(logits, rows, strict=True):
             assert seen == [*row.prompt_ids, *row.output_ids], "KV read back isn't the sequence's own"
             assert row.position == len(seen)
-            drawn.append(TokenOutput(true_next(seen, row.seed)))
+            if row.seed in self.broken_seeds:
+                drawn.append(InternalError("this row's logits are NaN"))
+            else:
+                drawn.append(TokenOutput(true_next(seen, row.seed)))
         return drawn
 
 

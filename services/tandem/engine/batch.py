@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.errors import TandemError
 from tandem.generation import TokenOutput
 from tandem.request import SamplingParams
 
@@ -99,6 +100,6 @@ class Runner(Protocol[LogitsOut]):
 class TokenSampler(Protocol[LogitsIn]):
     """The draw."""
 
-    def sample(self, logits: LogitsIn, rows: Sequence[SamplingRow]) -> Sequence[TokenOutput]:
-        """One token for each of the N rows."""
+    def sample(self, logits: LogitsIn, rows: Sequence[SamplingRow]) -> Sequence[TokenOutput | TandemError]:
+        """One token for each of the N rows; an error in the place of a row that has none (NaN logits)."""
         ...

@@ -54,7 +54,9 @@ class Engine:
         sampler: TokenSampler[Logits],
         clock: Clock,
     ) -> None:
-        def compute(batch: BatchInput, rows: SequenceOf[SamplingRow]) -> SequenceOf[TokenOutput]:
+        def compute(
+            batch: BatchInput, rows: SequenceOf[SamplingRow]
+        ) -> SequenceOf[TokenOutput | TandemError]:
             logits = runner.forward(batch)
             return sampler.sample(logits, rows) if rows else ()
 
@@ -168,7 +170,7 @@ class Engine:
     def step(self) -> StepResult:
         """Compute one batch, if there is anything to compute. At most one forward.
 
-        A model that raises fails the sequences of its batch and no others.
+        A model that raises fails the sequences of its batch; a row without a token, only its own.
         """
         started = Moment.now(self._clock)
         self._expire(started)
@@ -244,23 +246,26 @@ class Engine:
         smoothed_s = usual_s + _QUEUE_SMOOTHING * (wait_s - usual_s)
         self._scheduler.retry_after_s = max(_MIN_RETRY_AFTER_S, smoothed_s)
 
-    def _run(self, plan: Plan) -> SequenceOf[TokenOutput]:
+    def _run(self, plan: Plan) -> SequenceOf[TokenOutput | TandemError]:
         rows = [s.sampling_row() for s, n in plan.chunks if n == s.num_pending_tokens]
         tokens = self._compute(assemble(plan.chunks, self.settings.block_size_tokens), rows)
         if len(tokens) != len(rows):
             raise InternalError(f"the sampler drew {len(tokens)} tokens for {len(rows)} rows")
         return tokens
 
-    def _advance(self, plan: Plan, tokens: SequenceOf[TokenOutput]) -> None:
+    def _advance(self, plan: Plan, tokens: SequenceOf[TokenOutput | TandemError]) -> None:
         now = Moment.now(self._clock)
         drawn = iter(tokens)
         for sequence, num_tokens in plan.chunks:
-            samples = num_tokens == sequence.num_pending_tokens
+            token = next(drawn) if num_tokens == sequence.num_pending_tokens else None
+            if isinstance(token, TandemError):
+                self._fail([sequence], token)  # before the commit: what it computed is never shared
+                continue
             self._scheduler.commit(sequence, num_tokens)
             if sequence.purpose is Purpose.EXPORT:
-                self._advance_export(sequence, next(drawn) if samples else None, now)
-            elif samples:
-                self._advance_output(sequence, next(drawn), now)
+                self._advance_export(sequence, token, now)
+            elif token is not None:
+                self._advance_output(sequence, token, now)
 
     def _advance_output(self, sequence: Sequence, token: TokenOutput, now: Moment) -> None:
         if sequence.timeline.phase is Phase.PREFILL:

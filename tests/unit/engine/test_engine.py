@@ -476,6 +476,24 @@ def test_p30_a_failed_step_fails_its_batch_and_nothing_else():
     bench.assert_empty()
 
 
+def test_p30_a_row_without_a_token_fails_alone_and_its_blocks_are_never_shared():
+    bench = Bench()
+    bench.sampler.broken_seeds = {13}
+    bench.engine.submit(make_spec("a", prompt(5)))
+    bench.engine.submit(make_spec("b", prompt(9, 50), seed=13))
+    bench.engine.export(make_spec("c", prompt(9, 70), seed=13))
+    bench.run()
+    assert bench.tokens["a"] == true_answer(prompt(5), 4)
+    assert bench.ends["a"].finish is FinishReason.LENGTH
+    assert bench.ends["b"].finish is FinishReason.ERROR
+    assert "NaN" in str(bench.ends["b"].error)
+    assert "NaN" in str(bench.exports["c"][-1].error)
+    bench.engine.release(aid("c"))
+    bench.answer(make_spec("d", prompt(9, 50)))
+    assert bench.ends["d"].num_cached_tokens == 0
+    bench.assert_empty()
+
+
 def test_p13_blocks_of_a_failed_step_are_never_shared():
     bench = Bench()
     bench.runner.fail_next = MemoryError()
