@@ -9,6 +9,9 @@ from tandem.clock import Deadline
 from tandem.ids import AttemptId
 from tandem.request import FinishReason, SamplingParams
 
+DEADLINE_ERROR = "deadline"
+"""`SequenceOutput.error` of a sequence whose caller's time was up."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -86,6 +89,17 @@ class SequenceOutput:
     num_cached_tokens: int = 0
     phases: tuple[PhaseTiming, ...] = ()
     error: str | None = None
+
+    def then(self, later: SequenceOutput) -> SequenceOutput:
+        """Both as one, for a reader who was not there in between."""
+        return SequenceOutput(
+            self.attempt_id,
+            self.tokens + later.tokens,
+            later.finish,
+            max(self.num_cached_tokens, later.num_cached_tokens),
+            later.phases,
+            later.error,
+        )
 
 
 @dataclass(frozen=True, slots=True)

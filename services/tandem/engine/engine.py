@@ -27,7 +27,7 @@ from tandem.errors import (
     Refused,
     TandemError,
 )
-from tandem.generation import Phase, SequenceOutput, SequenceSpec, TokenOutput, WorkerLoad
+from tandem.generation import DEADLINE_ERROR, Phase, SequenceOutput, SequenceSpec, TokenOutput, WorkerLoad
 from tandem.ids import AttemptId
 from tandem.kv.events import EventLog
 from tandem.kv.pool import BlockPool
@@ -36,9 +36,6 @@ from tandem.request import FinishReason
 logger = logging.getLogger(__name__)
 
 Logits = TypeVar("Logits")
-
-DEADLINE_ERROR = "deadline"
-"""`SequenceOutput.error` of a sequence whose caller's time was up."""
 
 _QUEUE_SMOOTHING = 0.2
 _MIN_RETRY_AFTER_S = 0.1

@@ -143,6 +143,10 @@ class EngineLoop:
         """Free exported or reserved blocks; returns once freed. Unknown or admitted: no-op."""
         await self._call(lambda: self._engine.release(attempt_id))
 
+    async def flush(self) -> None:
+        """Return once everything that earlier calls brought about has been delivered."""
+        await self._call(lambda: None)
+
     def load(self) -> WorkerLoad:
         """The load after the latest step. From memory."""
         return self._load

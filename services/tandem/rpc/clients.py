@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -89,7 +89,7 @@ class _Client:
         encode: Callable[[], _Message],
         decode: Callable[[_Reply], _Value],
         context: CallContext,
-    ) -> AsyncIterator[_Value]:
+    ) -> AsyncGenerator[_Value]:
         """One server stream; unbounded without a deadline, as keepalive notices a dead peer.
 
         Everything happens, and fails, on the first ``anext``, as it would in the service itself.
@@ -144,7 +144,7 @@ class GrpcInference(_Client):
         super().__init__(pool, address, clock, call_timeout_s=call_timeout_s)
         self._stub = InferenceServiceStub(self._channel)
 
-    def generate(self, request: Request, context: CallContext) -> AsyncIterator[GenerateChunk]:
+    def generate(self, request: Request, context: CallContext) -> AsyncGenerator[GenerateChunk]:
         """See `InferenceService`."""
         return self._stream(
             self._stub.Generate, lambda: codec.encode_request(request), codec.decode_chunk, context
@@ -194,7 +194,7 @@ class GrpcWorker(_Client):
 
     def attach(
         self, gateway_id: GatewayId, context: CallContext
-    ) -> AsyncIterator[tuple[SequenceOutput, ...]]:
+    ) -> AsyncGenerator[tuple[SequenceOutput, ...]]:
         """See `WorkerService`."""
         return self._stream(
             self._stub.Attach,

@@ -8,7 +8,8 @@ Waiting in `write` is the flow control: a slow reader stops its own iterator and
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -21,6 +22,7 @@ from tandem.internal.v1 import worker_service_pb2_grpc as worker_grpc
 from tandem.rpc import codec, internal_codec
 from tandem.rpc.metadata import trace_headers
 from tandem.rpc.services import CallContext, InferenceService, TransferService, WorkerService
+from tandem.telemetry.rpc_spans import current_call_headers
 from tandem.v1 import inference_service_pb2 as pb
 from tandem.v1 import inference_service_pb2_grpc as inference_grpc
 
@@ -31,24 +33,20 @@ Call = grpc.aio.ServicerContext
 
 
 def call_context(context: Call[Any, Any], clock: Clock) -> CallContext:
-    """The caller's deadline on our clock, and its trace context."""
+    """The caller's deadline on our clock, and the trace context: of this call's span if it has one."""
     remaining_s: float | None = context.time_remaining()
     deadline = None if remaining_s is None else Deadline.after(clock, max(0.0, remaining_s))
-    return CallContext(deadline, trace_headers(context.invocation_metadata()))
+    headers = current_call_headers() or trace_headers(context.invocation_metadata())
+    return CallContext(deadline, headers)
 
 
 async def stream(
-    values: AsyncIterator[_Value], encode: Callable[[_Value], _Reply], context: Call[_Request, _Reply]
+    values: AsyncGenerator[_Value], encode: Callable[[_Value], _Reply], context: Call[_Request, _Reply]
 ) -> None:
     """Write everything `values` brings; it is closed however this ends."""
-    try:
+    async with aclosing(values):
         async for value in values:
             await context.write(encode(value))
-    finally:
-        # The protocols promise an AsyncIterator; what is closed early is a generator.
-        aclose = getattr(values, "aclose", None)
-        if aclose is not None:
-            await aclose()
 
 
 class InferenceServicer(inference_grpc.InferenceServiceServicer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,7 +62,7 @@ class TokenizeResult:
 class InferenceService(Protocol):
     """What users call; served by the gateway."""
 
-    def generate(self, request: Request, context: CallContext) -> AsyncIterator[GenerateChunk]:
+    def generate(self, request: Request, context: CallContext) -> AsyncGenerator[GenerateChunk]:
         """Stream the answer. Closing the iterator cancels the request everywhere."""
         ...
 
@@ -88,7 +88,7 @@ class WorkerService(Protocol):
 
     def attach(
         self, gateway_id: GatewayId, context: CallContext
-    ) -> AsyncIterator[tuple[SequenceOutput, ...]]:
+    ) -> AsyncGenerator[tuple[SequenceOutput, ...]]:
         """One message per engine step with all of this gateway's sequences.
 
         Its end, for whatever reason, aborts every sequence of that gateway on this worker. The

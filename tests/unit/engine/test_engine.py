@@ -6,10 +6,9 @@ import pytest
 from tests.support.engine_fakes import Rig, make_spec, true_answer, true_next
 
 from tandem.clock import Deadline
-from tandem.engine.engine import DEADLINE_ERROR
 from tandem.engine.results import ExportProgress, Reservation, StepResult
 from tandem.errors import Cancelled, DeadlineExceeded, InvalidRequest, OutOfBlocks, Refused
-from tandem.generation import Phase, SequenceOutput, SequenceSpec, TokenOutput
+from tandem.generation import DEADLINE_ERROR, Phase, SequenceOutput, SequenceSpec, TokenOutput
 from tandem.ids import AttemptId
 from tandem.request import FinishReason
 
