@@ -118,7 +118,8 @@ class InprocTransport:
         peer = InprocTransport._live.get(address)
         if peer is None or self.closed:
             raise PeerLost(
-                f"no inproc transport at {address!r} in this process; between processes use transfer.transport=ucx"
+                f"no inproc transport at {address!r} in this process; "
+                "between processes use transfer.transport=ucx"
             )
         endpoint = InprocEndpoint(self, peer)
         self._endpoints.append(endpoint)
