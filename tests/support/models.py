@@ -19,6 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.support.tokenizers import byte_level, save
+
 VOCAB_SIZE = 512
 MAX_CONTEXT_TOKENS = 4096
 
@@ -76,4 +78,4 @@ def tiny_model(kind: Tiny = Tiny.LLAMA, seed: int = 0) -> Path:
                 # Wide enough that the two best tokens are far apart: rounding never decides.
                 parameter.normal_(0.0, 1.0 if "embed" in name else 2.0 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder)
-    return folder
+    return save(byte_level(), folder)
