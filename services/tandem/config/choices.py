@@ -26,6 +26,19 @@ class TransportKind(Enum):
     INPROC = "inproc"
 
 
+class DisaggregationMode(Enum):
+    """Where prompts are computed."""
+
+    AUTO = "auto"
+    """On a prefill worker, unless the decode worker is predicted to be faster or must do it."""
+
+    ALWAYS = "always"
+    """On a prefill worker, or not at all."""
+
+    NEVER = "never"
+    """On the decode worker that goes on with it."""
+
+
 class LogFormat(Enum):
     """How a log line looks."""
 

@@ -13,7 +13,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from tandem.config.choices import LogFormat, LogLevel, ModelDtype, TransportKind, WeightFormat
+from tandem.config.choices import (
+    DisaggregationMode,
+    LogFormat,
+    LogLevel,
+    ModelDtype,
+    TransportKind,
+    WeightFormat,
+)
 
 DEFAULT_KV_MEMORY_BYTES = 1 << 30
 
@@ -114,6 +121,7 @@ class GatewaySettings(_Section):
     port: Port = 50051
     max_prompt_bytes: Count = 16 << 20
     max_requests: Count = 1024
+    disaggregation: DisaggregationMode = DisaggregationMode.AUTO
     reflection: bool = False
     tenant_secret: SecretStr | None = None
     drain_s: Seconds = 30.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.routing.query import DisaggregationMode, RouteReason, RouterPolicy
+from tandem.config.choices import DisaggregationMode
+from tandem.routing.query import RouteReason, RouterPolicy
 
 
 def local_price_s(policy: RouterPolicy, local_s: float, num_running: int) -> float:

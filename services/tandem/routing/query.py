@@ -5,21 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from tandem.config.choices import DisaggregationMode
 from tandem.directory.base import WorkerRecord
 from tandem.ids import AttemptId, WorkerId
-
-
-class DisaggregationMode(Enum):
-    """Where prompts are computed."""
-
-    AUTO = "auto"
-    """On a prefill worker, unless the decode worker is predicted to be faster or must do it."""
-
-    ALWAYS = "always"
-    """On a prefill worker, or not at all."""
-
-    NEVER = "never"
-    """On the decode worker that goes on with it."""
 
 
 @dataclass(frozen=True, slots=True)

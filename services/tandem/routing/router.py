@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tandem.config.choices import DisaggregationMode
 from tandem.directory.base import Role, WorkerRecord
 from tandem.errors import InternalError
 from tandem.ids import AttemptId, Epoch, WorkerId
@@ -16,7 +17,7 @@ from tandem.routing.disaggregation import choose_place
 from tandem.routing.filters import eligible, explain_none, num_blocks_wanted
 from tandem.routing.load_book import Booking, LoadBook
 from tandem.routing.profiles import Profiles
-from tandem.routing.query import DisaggregationMode, Route, RouteQuery, RouteReason, RouterPolicy
+from tandem.routing.query import Route, RouteQuery, RouteReason, RouterPolicy
 from tandem.routing.scorers import (
     Candidate,
     decode_score_s,

@@ -12,6 +12,7 @@ from tests.support.scripted_worker import FINGERPRINT, ScriptedPeers, ScriptedWo
 from tests.support.tokenizers import EOS, byte_level, save
 
 from tandem.clock import Deadline
+from tandem.config.choices import DisaggregationMode
 from tandem.directory.base import Role
 from tandem.directory.memory import MemoryDirectory
 from tandem.errors import DeadlineExceeded, InvalidRequest, NoWorker, Overloaded, UnknownModel
@@ -24,7 +25,7 @@ from tandem.ids import GatewayId
 from tandem.model.tokenizer import Tokenizer
 from tandem.request import ChatMessage, FinishReason, Request, SamplingParams, Slo
 from tandem.routing.admission import Admission
-from tandem.routing.query import DisaggregationMode, RouterPolicy
+from tandem.routing.query import RouterPolicy
 from tandem.routing.router import Router
 from tandem.rpc.services import GenerateChunk, ModelCard
 from tandem.system import SystemClock, SystemIds

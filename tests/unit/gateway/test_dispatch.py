@@ -8,6 +8,7 @@ from tests.support.engine_fakes import ManualClock
 from tests.support.scripted_worker import FINGERPRINT, ScriptedPeers, ScriptedWorker, output, record_of
 
 from tandem.clock import Deadline
+from tandem.config.choices import DisaggregationMode
 from tandem.directory.base import Role
 from tandem.directory.memory import MemoryDirectory
 from tandem.errors import (
@@ -25,7 +26,7 @@ from tandem.gateway.prompt import Prompt
 from tandem.generation import CallContext, Phase, SequenceOutput
 from tandem.ids import GatewayId
 from tandem.request import FinishReason, SamplingParams
-from tandem.routing.query import DisaggregationMode, RouterPolicy
+from tandem.routing.query import RouterPolicy
 from tandem.routing.router import Router
 
 PROMPT = Prompt(tuple(range(40)), b"root", ())

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.config.choices import DisaggregationMode
 from tandem.routing.disaggregation import choose_place, local_price_s
-from tandem.routing.query import DisaggregationMode, RouteReason, RouterPolicy
+from tandem.routing.query import RouteReason, RouterPolicy
 
 AUTO = RouterPolicy(max_local_prefill_tokens=512, decode_slowdown=0.5)
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.directory_fakes import FINGERPRINT, make_record
 
+from tandem.config.choices import DisaggregationMode
 from tandem.directory.base import Role, WorkerRecord, WorkerState
 from tandem.errors import NoWorker, OutOfBlocks
 from tandem.ids import AttemptId, Epoch, WorkerId
-from tandem.routing.query import DisaggregationMode, Route, RouteQuery, RouteReason, RouterPolicy
+from tandem.routing.query import Route, RouteQuery, RouteReason, RouterPolicy
 from tandem.routing.router import Router
 
 P0, P1 = make_record("p0", role=Role.PREFILL), make_record("p1", role=Role.PREFILL)
