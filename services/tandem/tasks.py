@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -19,11 +21,13 @@ class Background:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Start `work` now. Await the task to see its result; nobody has to."""
+    def spawn(
+        self, work: Coroutine[Any, Any, Result], name: str, *, awaited: bool = False
+    ) -> asyncio.Task[Result]:
+        """Start `work` now. With `awaited` somebody wants its result, and is told of its failure."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._forget if awaited else self._ended)
         return task
 
     async def join(self, timeout_s: float) -> bool:
@@ -41,6 +45,11 @@ class Background:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # marks it as seen: whoever awaits may have gone
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from tests.support.tokenizers import byte_level, save
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -18,8 +19,6 @@ from transformers import (
     PreTrainedConfig,
     Qwen3Config,
 )
-
-from tests.support.tokenizers import byte_level, save
 
 VOCAB_SIZE = 512
 MAX_CONTEXT_TOKENS = 4096

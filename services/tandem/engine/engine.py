@@ -27,7 +27,15 @@ from tandem.errors import (
     Refused,
     TandemError,
 )
-from tandem.generation import DEADLINE_ERROR, Phase, SequenceOutput, SequenceSpec, TokenOutput, WorkerLoad
+from tandem.generation import (
+    DEADLINE_ERROR,
+    Phase,
+    PhaseTiming,
+    SequenceOutput,
+    SequenceSpec,
+    TokenOutput,
+    WorkerLoad,
+)
 from tandem.ids import AttemptId
 from tandem.kv.events import EventLog
 from tandem.kv.pool import BlockPool
@@ -117,11 +125,14 @@ class Engine:
         """Ask for the prompt's blocks; a later step grants or refuses. Raises as `submit`."""
         self._add(spec, Purpose.RECEIVE)
 
-    def admit(self, attempt_id: AttemptId, first_token: TokenOutput) -> None:
+    def admit(
+        self, attempt_id: AttemptId, first_token: TokenOutput, phases: tuple[PhaseTiming, ...] = ()
+    ) -> None:
         """Run a reserved sequence: all its blocks are filled, and `first_token` was drawn elsewhere.
 
         The caller of the sequence already has that token: outputs start with the second, or with a
-        mere finish if the first one ended it. Raises `Refused`, or `Cancelled` after an abort.
+        mere finish if the first one ended it; its last output also tells `phases`, measured by whoever
+        filled the blocks. Raises `Refused`, or `Cancelled` after an abort.
         """
         sequence = self._sequences.get(attempt_id)
         if sequence is not None and sequence.stage is Stage.HELD and sequence.purpose is Purpose.RECEIVE:
@@ -131,6 +142,7 @@ class Engine:
         self.idle = False
         now = Moment.now(self._clock)
         self._scheduler.admit(sequence)
+        sequence.timeline.add(phases)
         sequence.timeline.enter(Phase.DECODE, now)
         sequence.append(first_token.token_id)
         finish = sequence.stop.check(first_token.token_id, sequence.num_tokens)

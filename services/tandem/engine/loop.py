@@ -16,7 +16,7 @@ from typing import Any
 from tandem.engine.engine import Engine
 from tandem.engine.results import Reservation, StepResult
 from tandem.errors import Draining, InternalError, Refused, TandemError
-from tandem.generation import SequenceSpec, TokenOutput, WorkerLoad
+from tandem.generation import PhaseTiming, SequenceSpec, TokenOutput, WorkerLoad
 from tandem.ids import AttemptId
 from tandem.kv.events import KvEvent
 
@@ -131,9 +131,14 @@ class EngineLoop:
         finally:
             del self._grants[attempt_id]
 
-    async def admit(self, attempt_id: AttemptId, first_token: TokenOutput) -> None:
-        """Run a reserved sequence whose blocks are all filled. Raises `Refused`, `Cancelled`."""
-        await self._call(lambda: self._engine.admit(attempt_id, first_token))
+    async def admit(
+        self, attempt_id: AttemptId, first_token: TokenOutput, phases: tuple[PhaseTiming, ...] = ()
+    ) -> None:
+        """Run a reserved sequence whose blocks are all filled. Raises `Refused`, `Cancelled`.
+
+        The sequence's last output tells `phases` too, between the wait for blocks and the decode.
+        """
+        await self._call(lambda: self._engine.admit(attempt_id, first_token, phases))
 
     async def abort(self, attempt_id: AttemptId) -> None:
         """Stop computing; returns once stopped. Exported and reserved blocks stay. Unknown: no-op."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,6 +71,10 @@ class Timeline:
             self._done.append(PhaseTiming(self.phase, self._since.wall_ns, duration_s, dict(attributes)))
         self.phase, self._since = phase, now
         return duration_s
+
+    def add(self, phases: Iterable[PhaseTiming]) -> None:
+        """Take phases that others measured, after those that ended here so far."""
+        self._done.extend(phases)
 
     def phases(self) -> tuple[PhaseTiming, ...]:
         """Those that ended."""

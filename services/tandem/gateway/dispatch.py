@@ -7,8 +7,8 @@ workers that may still hold something of it are told to cancel.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from tandem.clock import Clock, Deadline
@@ -175,10 +175,12 @@ class Dispatcher:
         spec, decode = attempt.spec, attempt.route.decode
         if attempt.route.prefill is None:
             with blaming(decode):
-                await link.service.submit(spec, self._links.gateway_id, attempt.context)
+                async with self._within(spec.deadline):
+                    await link.service.submit(spec, self._links.gateway_id, attempt.context)
         else:
             with blaming(decode):
-                ticket = await link.service.reserve(spec, self._links.gateway_id, attempt.context)
+                async with self._within(spec.deadline):
+                    ticket = await link.service.reserve(spec, self._links.gateway_id, attempt.context)
             first = await self._prefill(attempt, attempt.route.prefill, ticket, inbox)
             self._router.prompt_done(spec.attempt_id)
             yield first
@@ -186,7 +188,8 @@ class Dispatcher:
                 return
         while not attempt.finished:
             with blaming(decode):
-                output = checked(await self._next(inbox, spec.deadline))
+                async with self._within(spec.deadline):
+                    output = checked(await inbox.get())
             self._router.prompt_done(spec.attempt_id)
             attempt.finished = output.finish is not None
             yield output
@@ -197,22 +200,23 @@ class Dispatcher:
         self, attempt: _Attempt, worker: WorkerRecord, ticket: Ticket, inbox: Inbox
     ) -> SequenceOutput:
         """The first token from the prefill worker, unless the decode worker fails before."""
-        service = self._links.service(worker)
-        call = asyncio.ensure_future(
-            service.prefill(attempt.spec, ticket, self._links.gateway_id, attempt.context)
+        spec = attempt.spec
+        call = self._links.call(
+            self._links.service(worker).prefill(spec, ticket, self._links.gateway_id, attempt.context),
+            f"prefill of attempt {spec.attempt_id}",
         )
         broken = asyncio.ensure_future(inbox.wait_broken())
         try:
-            await asyncio.wait((call, broken), return_when=asyncio.FIRST_COMPLETED)
+            async with self._within(spec.deadline):
+                await asyncio.wait((call, broken), return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
                 with blaming(attempt.route.decode):
                     checked(await inbox.get())
             with blaming(worker):
                 result = await call
         finally:
-            for task in (call, broken):
-                task.cancel()
-            await asyncio.gather(call, broken, return_exceptions=True)
+            broken.cancel()
+            call.cancel()  # and never awaited: a worker that hangs holds nobody up (P8)
         return SequenceOutput(
             attempt.spec.attempt_id,
             (result.first_token,),
@@ -220,10 +224,12 @@ class Dispatcher:
             phases=result.phases,
         )
 
-    async def _next(self, inbox: Inbox, deadline: Deadline | None) -> SequenceOutput:
+    @asynccontextmanager
+    async def _within(self, deadline: Deadline | None) -> AsyncIterator[None]:
+        """Bound a block that waits for a worker. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(None if deadline is None else deadline.remaining_s(self._clock)):
-                return await inbox.get()
+                yield
         except TimeoutError:
             raise deadline_exceeded() from None
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from tandem.directory.base import WorkerRecord
 from tandem.errors import PeerLost, TandemError
@@ -15,6 +15,8 @@ from tandem.ids import AttemptId, Epoch, GatewayId, WorkerId
 from tandem.request import FinishReason
 from tandem.rpc.services import WorkerService
 from tandem.tasks import Background
+
+Reply = TypeVar("Reply")
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +168,10 @@ class WorkerLinks:
     def service(self, record: WorkerRecord) -> WorkerService:
         """The worker's service, for calls whose answer needs no stream."""
         return self._peers.worker(record)
+
+    def call(self, work: Coroutine[Any, Any, Reply], name: str) -> asyncio.Task[Reply]:
+        """A call to a worker, as a task that may end later than whoever awaits it."""
+        return self._background.spawn(work, name, awaited=True)
 
     def cancel_later(self, record: WorkerRecord, attempt_id: AttemptId) -> None:
         """Have the worker stop the attempt; returns at once. A lost worker has stopped already."""

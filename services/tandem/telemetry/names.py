@@ -92,6 +92,8 @@ NUM_TOKENS: Final = "num_tokens"
 NUM_CACHED_TOKENS: Final = "num_cached_tokens"
 NUM_BYTES: Final = "num_bytes"
 NUM_BLOCKS: Final = "num_blocks"
+EXPOSED_S: Final = "exposed_s"
+"""Seconds of a transfer during which nothing was left to compute."""
 WORKER: Final = "worker"
 TRANSPORT: Final = "transport"
 

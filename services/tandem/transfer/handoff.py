@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import Generic, TypeVar
 
 from tandem.errors import InternalError
@@ -158,9 +159,8 @@ class SenderEffect(Enum):
     TELL_BAD = "tell bad"
 
 
-def _pairs(states: Iterable[State], events: Iterable[Event]) -> frozenset[tuple[State, Event]]:
-    events = tuple(events)
-    return frozenset((state, event) for state in states for event in events)
+def _pairs(states: Iterable[State], events: Iterable[Event]) -> tuple[tuple[State, Event], ...]:
+    return tuple(product(states, events))
 
 
 def _receiver() -> Table[ReceiverState, ReceiverEvent, ReceiverEffect]:
@@ -191,14 +191,14 @@ def _receiver() -> Table[ReceiverState, ReceiverEvent, ReceiverEffect]:
         (s.ADMITTING, e.REFUSED): free,
         (s.SETTLING, e.SETTLED): free_quietly,
     }
-    used = {s.LANDING, s.CHECKING, s.ADMITTING, s.SETTLING, s.COMMITTED, s.RELEASED}
+    used = (s.LANDING, s.CHECKING, s.ADMITTING, s.SETTLING, s.COMMITTED, s.RELEASED)
     refused = {(state, event): (state, (f.REFUSE,)) for state, event in _pairs(used, (e.WORD_OK, e.WORD_BAD))}
     # Once ADMIT was asked for, a cancel is the engine's business: it stops the running sequence.
     late = _pairs((s.ADMITTING, s.SETTLING, s.COMMITTED, s.RELEASED), (e.CANCEL, e.EXPIRED))
     ended = _pairs((s.SETTLING, s.RELEASED), (e.LANDED, e.LOST))
     checked = _pairs((s.RELEASED,), (e.CHECKED, e.CORRUPT))
     busy = _pairs((s.CHECKING,), (e.EXPIRED,))
-    return Table("receiver", s.OPEN, {**moves, **refused}, late | ended | checked | busy)
+    return Table("receiver", s.OPEN, {**moves, **refused}, frozenset(late + ended + checked + busy))
 
 
 def _sender() -> Table[SenderState, SenderEvent, SenderEffect]:
@@ -212,7 +212,7 @@ def _sender() -> Table[SenderState, SenderEvent, SenderEffect]:
         (s.OPENING, e.CANCEL): stop,
         (s.COMPUTING, e.COMPUTED): (s.SENDING, (f.ANSWER,)),
         (s.COMPUTING, e.COMPUTE_FAILED): stop,
-        **{pair: stop for pair in _pairs((s.COMPUTING, s.SENDING), failures)},
+        **dict.fromkeys(_pairs((s.COMPUTING, s.SENDING), failures), stop),
         (s.SENDING, e.ALL_SENT): (s.TELLING, (f.RELEASE, f.TELL_OK)),
         (s.SETTLING, e.SETTLED): (s.TELLING, (f.RELEASE, f.TELL_BAD)),
         (s.TELLING, e.TOLD): (s.DONE, ()),
@@ -220,7 +220,7 @@ def _sender() -> Table[SenderState, SenderEvent, SenderEffect]:
     # The engine's thread, a peer's answer and a caller may all speak after the end.
     late = _pairs((s.SETTLING, s.TELLING, s.DONE), (e.COMPUTED, e.COMPUTE_FAILED, e.DISOWNED, e.CANCEL))
     ended = _pairs((s.SETTLING,), (e.OPENED, e.OPEN_FAILED, e.SEND_FAILED))
-    return Table("sender", s.OPENING, moves, late | ended)
+    return Table("sender", s.OPENING, moves, frozenset(late + ended))
 
 
 RECEIVER = _receiver()

@@ -197,7 +197,8 @@ class WorkerCore:
             await self.loop.flush()  # its last output, if it has one, goes out first
         except Draining:
             pass  # an engine that has stopped runs nothing
-        self._forget(attempt_id)
+        # One that was only reserved here has said nothing so far; for all others this is dropped.
+        self._deliver(SequenceOutput(attempt_id, finish=FinishReason.CANCELLED))
 
     async def describe(self) -> WorkerRecord:
         """See `WorkerService`."""

@@ -13,7 +13,9 @@ def storage(request) -> KvStorage:
 
 def test_a_block_is_its_part_of_the_tensor(storage):
     storage.tensor[2].fill_(1.5)
-    assert bytes(storage.block(BlockId(2))) == storage.tensor[2].contiguous().view(torch.uint8).numpy().tobytes()
+    assert (
+        bytes(storage.block(BlockId(2))) == storage.tensor[2].contiguous().view(torch.uint8).numpy().tobytes()
+    )
     assert not any(storage.block(BlockId(1)))
     assert not any(storage.block(BlockId(3)))
     assert len(storage.block(BlockId(0))) == storage.layout.block_bytes

@@ -1,0 +1,3 @@
+from tests.support.staging import stage
+
+__all__ = ["stage"]
