@@ -125,7 +125,7 @@ async def test_p1_abandoned_in_any_state_everything_comes_back_and_computing_sto
     passed = [gate.num_passed for gate in stage.steps]
     for gate in stage.steps:
         gate.open()
-    stage.release_messages()
+    await stage.release_messages()
     if scene.blocker is not None:
         await scene.blocker
         return
@@ -145,7 +145,7 @@ async def test_p1_at_the_deadline_everything_comes_back(cluster, stage, state):
         await scene.read_on()
     for gate in stage.steps:
         gate.open()
-    stage.release_messages()
+    await stage.release_messages()
 
 
 @pytest.mark.parametrize("state", STATES[1:], ids=lambda state: state.__name__)
@@ -158,7 +158,7 @@ async def test_p2_cancelling_again_and_cancelling_nothing_are_no_ops(cluster, st
         gate.open()
     for _ in range(2):
         await asyncio.gather(*(worker.cancel(a) for worker in workers for a in open_attempts))
-    stage.release_messages()
+    await stage.release_messages()
     with suppress(TandemError, StopAsyncIteration):  # some had ended before the cancel came
         await scene.read_on()
     prompt = random_prompt(20, VOCAB_SIZE, seed=3)
@@ -189,7 +189,7 @@ async def test_p4_blocks_stay_in_quarantine_while_messages_are_on_their_way(clus
     scene = Scene(cluster, stage)
     await sending(scene)
     await scene.abandon()
-    stage.release_messages()
+    await stage.release_messages()
     prompt = random_prompt(200, VOCAB_SIZE, seed=5)
     assert (await ask(cluster, prompt)).tokens == greedy(FOLDER, prompt, 8)
 

@@ -63,28 +63,33 @@ class Stage:
 
     def __init__(self) -> None:
         self.steps: list[Gate] = []
-        self.messages_held = False
-        self._parcels: list[tuple[InprocTransport, tuple[Any, ...]]] = []
+        self._held: list[tuple[InprocTransport, tuple[Any, ...]]] | None = None
+        self._released = asyncio.Event()
 
     @property
     def num_messages_held(self) -> int:
         """KV messages on their way."""
-        return len(self._parcels)
+        return len(self._held or ())
 
     def hold_messages(self) -> None:
         """From now on KV messages stay on their way."""
-        self.messages_held = True
+        self._held = []
+        self._released.clear()
 
-    def release_messages(self) -> None:
+    async def release_messages(self) -> None:
         """Deliver what was held up, also what its sender has given up since."""
-        self.messages_held = False
-        parcels, self._parcels = self._parcels, []
-        for transport, parcel in parcels:
-            InprocTransport.deliver(transport, *parcel)
+        held, self._held = self._held or [], None
+        for transport, message in held:
+            await InprocTransport.deliver(transport, *message)
+        self._released.set()
 
-    def keep(self, transport: InprocTransport, parcel: tuple[Any, ...]) -> None:
-        """Hold one message up."""
-        self._parcels.append((transport, parcel))
+    async def carry(self, transport: InprocTransport, *message: Any) -> None:
+        """Deliver one message, now or when it is released."""
+        if self._held is None:
+            await InprocTransport.deliver(transport, *message)
+        else:
+            self._held.append((transport, message))
+            await self._released.wait()
 
 
 @pytest.fixture
@@ -103,11 +108,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
             return super().forward(batch)
 
     class StagedTransport(InprocTransport):
-        def deliver(self, *parcel: Any) -> None:
-            if stage.messages_held:
-                stage.keep(self, parcel)
-            else:
-                super().deliver(*parcel)
+        async def deliver(self, *message: Any) -> None:
+            await stage.carry(self, *message)
 
     monkeypatch.setattr("tandem.worker.node.ModelRunner", StagedRunner)
     monkeypatch.setattr("tandem.cluster.local.open_transport", lambda kind: StagedTransport())

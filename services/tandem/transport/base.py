@@ -48,7 +48,11 @@ class Endpoint(Protocol):
         ...
 
     async def send(self, tag: int, data: Buffer) -> None:
-        """Send `data`; return when it may be overwritten. Raises `PeerLost`, `TransferFailed`."""
+        """Send `data`; return when it may be overwritten, which is no proof of its arrival.
+
+        A message that finds no receive of its tag and size is dropped. Cancelling the call returns
+        once `data` is no longer read, if need be by closing the endpoint. Raises `PeerLost`.
+        """
         ...
 
     async def aclose(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -50,14 +49,6 @@ class InprocReceive:
             self._outcome.exception()  # marks it as seen: perhaps nobody waits
 
 
-@dataclass(eq=False, slots=True)
-class _Parcel:
-    """A message whose receive is not posted yet."""
-
-    data: memoryview
-    outcome: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
 class InprocEndpoint:
     """Implements `Endpoint`."""
 
@@ -65,7 +56,6 @@ class InprocEndpoint:
         self._owner = owner
         self._peer = peer
         self._closed = False
-        self._waiting: set[asyncio.Future[None]] = set()
 
     @property
     def closed(self) -> bool:
@@ -76,21 +66,13 @@ class InprocEndpoint:
         """See `Endpoint`."""
         if self.closed:
             raise PeerLost("the inproc peer is closed; connect again")
-        parcel = _Parcel(memoryview(data).cast("B"))  # type: ignore[arg-type]
-        self._waiting.add(parcel.outcome)
-        try:
-            self._peer.deliver(tag, parcel)
-            await parcel.outcome
-        finally:
-            self._waiting.discard(parcel.outcome)
-            self._peer.withdraw(tag, parcel)
+        await self._peer.deliver(tag, memoryview(data).cast("B"))  # type: ignore[arg-type]
+        if self.closed:
+            raise PeerLost("the inproc peer was closed amid a send; connect again")
 
     async def aclose(self) -> None:
         """See `Endpoint`."""
         self._closed = True
-        for outcome in self._waiting:
-            if not outcome.done():
-                outcome.set_exception(PeerLost("the endpoint was closed amid a send"))
 
 
 class InprocTransport:
@@ -104,8 +86,6 @@ class InprocTransport:
         self.address = _PREFIX + str(InprocTransport._num_made).encode()
         self.closed = False
         self._posted: dict[int, InprocReceive] = {}
-        self._parcels: dict[int, list[_Parcel]] = {}
-        self._endpoints: list[InprocEndpoint] = []
         InprocTransport._live[self.address] = self
 
     @property
@@ -121,37 +101,25 @@ class InprocTransport:
                 f"no inproc transport at {address!r} in this process; "
                 "between processes use transfer.transport=ucx"
             )
-        endpoint = InprocEndpoint(self, peer)
-        self._endpoints.append(endpoint)
-        return endpoint
+        return InprocEndpoint(self, peer)
 
     def post_receive(self, tag: int, into: Buffer) -> InprocReceive:
         """See `Transport`."""
         if self.closed:
             raise PeerLost("this transport is closed")
-        receive = InprocReceive(memoryview(into).cast("B"))  # type: ignore[arg-type]
-        waiting = self._parcels.get(tag)
-        if waiting:
-            _hand_over(waiting.pop(0), receive)
-        else:
-            self._posted[tag] = receive
+        receive = self._posted[tag] = InprocReceive(memoryview(into).cast("B"))  # type: ignore[arg-type]
         return receive
 
-    def deliver(self, tag: int, parcel: _Parcel) -> None:
-        """Take a peer's message: into the posted receive, or kept until there is one."""
+    async def deliver(self, tag: int, data: memoryview) -> None:
+        """Take a peer's message: into the posted receive, or dropped if there is none (any more)."""
         receive = self._posted.pop(tag, None)
-        if receive is not None and not receive.settled:
-            _hand_over(parcel, receive)
-        else:
-            self._parcels.setdefault(tag, []).append(parcel)
-
-    def withdraw(self, tag: int, parcel: _Parcel) -> None:
-        """The sender has gone: its message is no longer there. Delivered or unknown: no-op."""
-        waiting = self._parcels.get(tag, [])
-        if parcel in waiting:
-            waiting.remove(parcel)
-        if not waiting:
-            self._parcels.pop(tag, None)
+        if receive is None or receive.settled:
+            return
+        if len(data) != len(receive.into):
+            receive.fail(f"got {len(data)} bytes, not {len(receive.into)}")
+            return
+        receive.into[:] = data
+        receive.complete()
 
     async def aclose(self) -> None:
         """See `Transport`."""
@@ -161,14 +129,7 @@ class InprocTransport:
         del InprocTransport._live[self.address]
         for receive in self._posted.values():
             receive.fail("ended: the transport was closed")
-        for waiting in list(self._parcels.values()):
-            for parcel in waiting:
-                if not parcel.outcome.done():
-                    parcel.outcome.set_exception(PeerLost("the inproc peer was closed amid a send"))
-        for endpoint in self._endpoints:
-            await endpoint.aclose()
         self._posted.clear()
-        self._endpoints.clear()
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,16 +141,3 @@ class InprocTransport:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-
-def _hand_over(parcel: _Parcel, receive: InprocReceive) -> None:
-    if parcel.outcome.done():
-        return
-    if len(parcel.data) != len(receive.into):
-        problem = f"{len(parcel.data)} bytes were sent and {len(receive.into)} expected"
-        receive.fail(f"got the wrong size: {problem}")
-        parcel.outcome.set_exception(TransferFailed(f"the peer refused a message: {problem}"))
-        return
-    receive.into[:] = parcel.data
-    receive.complete()
-    parcel.outcome.set_result(None)
