@@ -50,8 +50,9 @@ class Endpoint(Protocol):
     async def send(self, tag: int, data: Buffer) -> None:
         """Send `data`; return when it may be overwritten, which is no proof of its arrival.
 
-        A message that finds no receive of its tag and size is dropped. Cancelling the call returns
-        once `data` is no longer read, if need be by closing the endpoint. Raises `PeerLost`.
+        A message that finds no receive of its tag and size is dropped. A cancelled call returns once
+        the send has ended, or the endpoint of a peer that hangs has been closed: that peer may then
+        see other bytes, so it must never be told that they are right. Raises `PeerLost`.
         """
         ...
 
@@ -74,7 +75,7 @@ class Transport(Protocol):
         ...
 
     async def connect(self, address: bytes, deadline: Deadline) -> Endpoint:
-        """Open an endpoint to the transport with that address. Raises `PeerLost` when it can't."""
+        """Open an endpoint to the transport with that address, once it has answered. Raises `PeerLost`."""
         ...
 
     def post_receive(self, tag: int, into: Buffer) -> Receive:

@@ -34,12 +34,19 @@ _CONFIG = {
     "MM_ERROR_HANDLING": "y",
     # SysV segments outlive a killed process; POSIX ones are as fast and don't.
     "TLS": "^sysv",
+    "KEEPALIVE_INTERVAL": "200ms",
 }
 _OK = 0
 _MAGIC = b"TUCX\x01"
 _HEADER = struct.Struct("!5sHI")
 _MAX_STEPS = 256
 """Progress calls before the event loop gets its turn."""
+_LOOK_S = 0.25
+_LOOK_STEPS = 64
+"""UCX looks whether its peers live in every 32nd progress call: an idle worker would never get there."""
+_GREETING = memoryview(bytearray(1 << 16))
+"""Large enough that UCX can't call it sent before the peer has answered."""
+_GREETING_TAG = (1 << 64) - 1
 _GRACE_S = 2.0
 """How long a send that nobody wants any more may take to end by itself, and a connection to close."""
 
@@ -129,13 +136,10 @@ class UcxEndpoint:
         return self._closed or not self._endpoint.alive
 
     async def send(self, tag: int, data: Buffer) -> None:
-        """See `Endpoint`. A cancelled call returns once UCX no longer reads `data`."""
+        """See `Endpoint`."""
         if self.closed:
             raise PeerLost("the UCX connection is closed; connect again")
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        array = self._array(data)
-        request = self._endpoint.tag_send(array, tag=self._tag(tag))
-        self._transport.track(_Pending(request, array, done.set_result))
+        done = self._submit(tag, data)
         try:
             status = await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -144,12 +148,38 @@ class UcxEndpoint:
         if status != _OK:
             raise PeerLost(f"the peer was lost amid a send (UCX status {status})")
 
+    async def greet(self) -> None:
+        """Return once the peer has answered. Raises `PeerLost`; a cancelled call closes the endpoint.
+
+        Until then UCX can neither notice that the peer is dead nor take a message back, so no KV
+        block may be at stake.
+        """
+        try:
+            status = await asyncio.shield(self._submit(_GREETING_TAG, _GREETING))
+        except asyncio.CancelledError:
+            self._closed = True
+            raise
+        if status != _OK:
+            self._closed = True
+            raise PeerLost(f"the peer does not answer (UCX status {status})")
+
+    def _submit(self, tag: int, data: Buffer) -> asyncio.Future[int]:
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        array = self._array(data)
+        request = self._endpoint.tag_send(array, tag=self._tag(tag))
+        self._transport.track(_Pending(request, array, done.set_result))
+        return done
+
     async def _quiet(self, done: asyncio.Future[int]) -> None:
-        """Wait until a send is over; one that hangs costs the connection."""
+        """Wait until a send is over; one that hangs costs the connection.
+
+        A frozen peer may still read the buffer when it wakes up. It gets whatever is there then,
+        into memory that it has promised to nobody: the final word of this transfer is not OK.
+        """
         await asyncio.wait([done], timeout=_GRACE_S)
         if not done.done():
             await self.aclose()
-            await asyncio.wait([done])
+            await asyncio.wait([done], timeout=_GRACE_S)
 
     async def aclose(self) -> None:
         """See `Endpoint`."""
@@ -186,6 +216,7 @@ class UcxTransport:
         self._endpoints: list[UcxEndpoint] = []
         self._closed = False
         self._kicked = False
+        self._looking: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._fd: int = self._worker.epoll_file_descriptor
         self._loop.add_reader(self._fd, self._progress)
@@ -202,7 +233,7 @@ class UcxTransport:
         return self._address
 
     async def connect(self, address: bytes, deadline: Deadline) -> UcxEndpoint:
-        """See `Transport`. Returns at once: UCX connects with the first message."""
+        """See `Transport`. Bound the call: a frozen peer never answers."""
         if self._closed:
             raise PeerLost("this transport is closed")
         raw = _checked(address)
@@ -215,6 +246,7 @@ class UcxTransport:
         made = UcxEndpoint(self, endpoint, self._array, self._ucx.UCXXTag)
         self._endpoints = [other for other in self._endpoints if not other.closed]
         self._endpoints.append(made)
+        await made.greet()
         return made
 
     def post_receive(self, tag: int, into: Buffer) -> UcxReceive:
@@ -242,6 +274,8 @@ class UcxTransport:
             if not self._pending:
                 break
         self._loop.remove_reader(self._fd)
+        if self._looking is not None:
+            self._looking.cancel()
         for pending in self._pending:
             pending.done(-1)
         # In this order: UCX's parts must go before what they were made from.
@@ -264,6 +298,18 @@ class UcxTransport:
         """Watch a request that was just given to UCX."""
         self._pending.append(pending)
         self._kick()
+        if self._looking is None:
+            self._looking = self._loop.call_later(_LOOK_S, self._look_after_peers)
+
+    def _look_after_peers(self) -> None:
+        """As long as something is under way, find out whether the other end still lives."""
+        self._looking = None
+        if self._closed or not self._pending:
+            return
+        for _ in range(_LOOK_STEPS):
+            self._worker.progress_once()
+        self._progress()
+        self._looking = self._loop.call_later(_LOOK_S, self._look_after_peers)
 
     def _withdraw(self, tag: int, receive: UcxReceive) -> None:
         if self._posted.get(tag) is receive:
@@ -305,7 +351,7 @@ class UcxTransport:
 
     def _receive(self, probe: Any, into: memoryview, done: Callable[[int], None]) -> None:
         array = self._array(into)
-        self._pending.append(_Pending(self._worker.tag_recv_with_handle(array, probe), array, done))
+        self.track(_Pending(self._worker.tag_recv_with_handle(array, probe), array, done))
 
     def _settle(self) -> None:
         """Tell those whose requests are complete."""
