@@ -365,6 +365,7 @@ async def _withdraw(endpoint: Endpoint, tasks: list[asyncio.Task[None]]) -> None
 def _word(transfer: _Outgoing) -> FinalWord:
     ticket, error = transfer.ticket, transfer.error
     ids = (ticket.transfer_id, ticket.attempt_id, ticket.receiver.epoch)
+    wanted = range(ticket.first_block, ticket.first_block + ticket.num_blocks)
     if error is not None:
         cancelled = isinstance(error, Cancelled)
         return FinalWord(
