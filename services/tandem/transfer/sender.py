@@ -375,9 +375,7 @@ def _word(transfer: _Outgoing) -> FinalWord:
         *ids,
         TransferOutcome.OK,
         ticket.num_tokens,
-        tuple(
-            transfer.checksums[p] for p in range(ticket.first_block, ticket.first_block + ticket.num_blocks)
-        ),
+        tuple(transfer.checksums[position] for position in wanted),
         transfer.first_token,
     )
 
