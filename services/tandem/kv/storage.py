@@ -23,7 +23,7 @@ class KvStorage:
         self.num_blocks = num_blocks
         self.tensor = torch.zeros((num_blocks, *layout.block_shape), dtype=_TORCH_DTYPES[layout.dtype])
         """``[blocks, layers, 2, block_size, kv_heads, head_dim]``; axis 2 is key, value."""
-        self._bytes = memoryview(self.tensor.view(torch.uint8).numpy()).cast("B")
+        self._bytes = self.tensor.view(torch.uint8).numpy().data.cast("B")
 
     def block(self, block_id: BlockId) -> memoryview:
         """The bytes of one block, writable, ``layout.block_bytes`` long. No copy."""

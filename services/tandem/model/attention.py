@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -202,7 +202,7 @@ def paged_attention(
     for name, extra in extras.items():
         if name not in _KNOWN_EXTRAS and extra is not None:
             raise ModelLoadError(f"{type(module).__name__} needs {name} in attention, which is not supported")
-    layer = int(module.layer_idx)
+    layer: int = cast(Any, module).layer_idx
     paged.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     out = paged.attend(layer, query[0].transpose(0, 1).contiguous(), scaling, sliding_window, softcap)
     return out[None], None
@@ -221,7 +221,7 @@ def register() -> None:
 def require_supported(module: nn.Module, layout: KvLayout) -> None:
     """Raise `ModelLoadError` for a model whose attention would not come through here, layer by layer."""
     layers = {
-        int(part.layer_idx)
+        cast(Any, part).layer_idx
         for part in module.modules()
         if hasattr(part, "layer_idx") and hasattr(part, "scaling")
     }

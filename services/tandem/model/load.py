@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from tandem.config.choices import ModelDtype, WeightFormat
 from tandem.errors import ModelLoadError
@@ -47,6 +48,7 @@ def load_model(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     register()
+    transformers_logging.disable_progress_bar()  # a second long; several workers would draw over each other
     try:
         module = AutoModelForCausalLM.from_pretrained(
             files.folder, dtype=_TORCH_DTYPES[dtype], attn_implementation=PAGED, local_files_only=True

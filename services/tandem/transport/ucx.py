@@ -209,7 +209,7 @@ class UcxTransport:
             raw = self._ucx.UCXAddress.create_from_worker(self._worker).tobytes()
         except self._ucx.UCXError as error:
             raise ConfigError(f"UCX can't start ({error}); `tandem doctor` tells more") from error
-        self._address = _HEADER.pack(_MAGIC, len(raw), zlib.crc32(raw)) + raw
+        self._address: bytes = _HEADER.pack(_MAGIC, len(raw), zlib.crc32(raw)) + raw
         self._any_tag, self._no_mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
         self._posted: dict[int, UcxReceive] = {}
         self._pending: list[_Pending] = []

@@ -1,0 +1,63 @@
+"""A worker as a Ray actor. Ray places, starts and restarts it; no request byte goes through Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from tandem.cluster.host import NodeHost
+from tandem.config.settings import Settings
+from tandem.directory.base import Role
+from tandem.ids import WorkerId
+from tandem.system import SystemClock, SystemIds
+from tandem.telemetry.logs import set_up_logging
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerActor:
+    """The class behind the actor; `placement.worker_options` says how Ray runs it.
+
+    Its methods may block: Ray runs them in threads. When the worker stops by itself (a newer life
+    of it is known, its engine died) the process ends, and Ray starts it anew.
+    """
+
+    def __init__(self, settings: Settings, worker_id: WorkerId, role: Role, redis_url: str) -> None:
+        set_up_logging(
+            worker_id,
+            level=settings.telemetry.log_level.value,
+            as_json=settings.telemetry.log_format.value == "json",
+        )
+        # Imported here, in the worker's process: the launcher needs neither torch nor UCX.
+        from tandem.worker.node import open_worker
+
+        self._stop_timeout_s = settings.worker.drain_s + 10.0
+        self._host = NodeHost(
+            lambda: open_worker(
+                settings,
+                worker_id=worker_id,
+                role=role,
+                redis_url=redis_url,
+                clock=SystemClock(),
+                ids=SystemIds(),
+            ),
+            _end_process,
+        )
+
+    def address(self, timeout_s: float) -> str:
+        """Its control address, once it is ready. Raises what starting it raised."""
+        return self._host.address(timeout_s)
+
+    def pid(self) -> int:
+        """The process it runs in."""
+        return os.getpid()
+
+    def stop(self) -> None:
+        """Drain, leave the directory, and free everything."""
+        self._host.stop(self._stop_timeout_s)
+
+
+def _end_process() -> None:
+    logger.error("the worker has stopped; its process ends, to be started anew")
+    logging.shutdown()
+    os._exit(1)
