@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from enum import Enum
 from functools import cache
@@ -69,6 +71,7 @@ def _config(kind: Tiny) -> PreTrainedConfig:
 def tiny_model(kind: Tiny = Tiny.LLAMA, seed: int = 0) -> Path:
     """A folder with weights and configuration, and tests/support's byte-level tokenizer."""
     folder = Path(tempfile.mkdtemp(prefix=f"tandem-tiny-{kind.value}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(_config(kind), dtype=torch.float32)
     with torch.no_grad():
