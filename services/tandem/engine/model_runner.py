@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tandem.engine.batch import BatchInput
 from tandem.kv.storage import KvStorage
-from tandem.model.attention import PagedStep
+from tandem.model.attention import PagedMemory, PagedStep
 from tandem.model.load import LoadedModel
 
 
@@ -16,13 +16,13 @@ class ModelRunner:
 
     def __init__(self, model: LoadedModel, storage: KvStorage) -> None:
         self._module = model.module
-        self._storage = storage
+        self._memory = PagedMemory(storage)
 
     @torch.inference_mode()
     def forward(self, batch: BatchInput) -> Tensor:
         """Write the batch's KV; float32 logits [N, vocab] of `batch.sample_rows`."""
         step = PagedStep(
-            self._storage,
+            self._memory,
             slots=batch.slots,
             query_starts=batch.query_starts,
             context_lens=batch.context_lens,

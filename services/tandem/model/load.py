@@ -15,7 +15,8 @@ from tandem.errors import ModelLoadError
 from tandem.kv.layout import KvDtype, KvLayout
 from tandem.model.attention import PAGED, register, require_supported
 from tandem.model.card import ModelFiles
-from tandem.model.linear import pack
+from tandem.model.lean import make_lean
+from tandem.model.linear import pack_linears
 
 _TORCH_DTYPES = {ModelDtype.FLOAT32: torch.float32, ModelDtype.BFLOAT16: torch.bfloat16}
 
@@ -59,5 +60,6 @@ def load_model(
         ) from error
     require_supported(module, layout)
     module.eval().requires_grad_(False)
-    pack(module, weights)
+    make_lean(module, weights)
+    pack_linears(module, weights)
     return LoadedModel(module, layout, files.max_context_tokens, files.vocab_size, files.eos_token_ids)
