@@ -99,7 +99,7 @@ class LeanLayer(nn.Module):
         qk = torch.addcmul(qk * cos, torch.roll(qk, self._head_dim // 2, dims=-1), sin)
         paged.write(self._layer, qk[:, heads:], value)
         out = paged.attend(self._layer, qk[:, :heads], self._scaling, self._window, None)
-        return out.view(len(x), heads * self._head_dim)
+        return out.reshape(len(x), heads * self._head_dim)
 
 
 def make_lean(module: nn.Module, weights: WeightFormat) -> None:
