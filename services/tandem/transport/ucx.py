@@ -39,8 +39,9 @@ _CONFIG = {
 _OK = 0
 _MAGIC = b"TUCX\x01"
 _HEADER = struct.Struct("!5sHI")
-_MAX_STEPS = 256
-"""Progress calls before the event loop gets its turn."""
+_STEPS_A_TURN = 32
+_MAX_TURNS = 8
+"""Turns of progress and completions before the event loop gets its own."""
 _LOOK_S = 0.25
 _LOOK_STEPS = 64
 """UCX looks whether its peers live in every 32nd progress call: an idle worker would never get there."""
@@ -268,7 +269,7 @@ class UcxTransport:
         self._posted.clear()
         await asyncio.gather(*(endpoint.aclose() for endpoint in self._endpoints))
         self._worker.cancel_inflight_requests()
-        for _ in range(_MAX_STEPS):
+        for _ in range(_STEPS_A_TURN * _MAX_TURNS):
             self._worker.progress_once()
             self._settle()
             if not self._pending:
@@ -326,9 +327,12 @@ class UcxTransport:
         self._kicked = False
         if self._closed and not self._pending:
             return
-        for _ in range(_MAX_STEPS):
-            busy = self._worker.progress_once()
-            busy = self._accept() or busy
+        for _ in range(_MAX_TURNS):
+            busy = False
+            for _ in range(_STEPS_A_TURN):
+                if not (self._worker.progress_once() or self._accept()):
+                    break
+                busy = True
             self._settle()
             if not busy and self._worker.arm():
                 return
@@ -355,12 +359,18 @@ class UcxTransport:
 
     def _settle(self) -> None:
         """Tell those whose requests are complete."""
-        if not any(pending.request.completed for pending in self._pending):
-            return
-        complete = [pending for pending in self._pending if pending.request.completed]
-        self._pending = [pending for pending in self._pending if pending not in complete]
+        complete, self._pending = _partition(self._pending)
         for pending in complete:
             pending.done(int(pending.request.status))
+
+
+def _partition(pending: list[_Pending]) -> tuple[list[_Pending], list[_Pending]]:
+    """Those that are complete, and the others; each asked once."""
+    complete: list[_Pending] = []
+    others: list[_Pending] = []
+    for one in pending:
+        (complete if one.request.completed else others).append(one)
+    return complete, others
 
 
 def _ignore(status: int) -> None:

