@@ -20,16 +20,27 @@ def _model(folder: Path) -> torch.nn.Module:
 
 
 @cache
-def greedy(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Up to `max_tokens` new tokens, an end of sequence included."""
+def greedy_with_margin(
+    folder: Path, prompt: tuple[int, ...], max_tokens: int
+) -> tuple[tuple[int, ...], float]:
+    """The tokens of `greedy`, and the smallest lead in logits that one of them had over the next best."""
     with torch.inference_mode():
-        tokens = _model(folder).generate(
+        answer = _model(folder).generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=max_tokens,
             do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-    return tuple(tokens[0, len(prompt) :].tolist())
+    best = torch.cat(answer.logits).topk(2).values
+    margin = float((best[:, 0] - best[:, 1]).min())
+    return tuple(answer.sequences[0, len(prompt) :].tolist()), margin
+
+
+def greedy(folder: Path, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Up to `max_tokens` new tokens, an end of sequence included."""
+    return greedy_with_margin(folder, prompt, max_tokens)[0]
 
 
 def random_prompt(num_tokens: int, vocab_size: int, seed: int = 0) -> tuple[int, ...]:
