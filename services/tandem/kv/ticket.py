@@ -57,7 +57,7 @@ class FinalWord:
     """The sender's last message about a transfer; after it no byte of it is written any more.
 
     With OK: `checksums[i]` is XXH3-64 of block `first_block + i`, `num_tokens` what was computed,
-    `first_token` what the sender sampled.
+    `first_token` what the sender sampled, `busy_s` how long blocks were on their way.
     """
 
     transfer_id: TransferId
@@ -68,6 +68,7 @@ class FinalWord:
     checksums: tuple[int, ...] = ()
     first_token: TokenOutput | None = None
     detail: str = ""
+    busy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,6 +236,7 @@ def encode_word(word: FinalWord) -> transfer.FinishRequest:
         num_tokens=word.num_tokens,
         checksums=word.checksums,
         detail=word.detail,
+        busy_s=word.busy_s,
     )
     if word.first_token is not None:
         message.first_token.SetInParent()
@@ -260,6 +261,7 @@ def decode_word(message: transfer.FinishRequest) -> FinalWord:
         checksums=tuple(message.checksums),
         first_token=first_token,
         detail=message.detail,
+        busy_s=message.busy_s,
     )
 
 

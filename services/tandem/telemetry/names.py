@@ -94,6 +94,8 @@ NUM_BYTES: Final = "num_bytes"
 NUM_BLOCKS: Final = "num_blocks"
 EXPOSED_S: Final = "exposed_s"
 """Seconds of a transfer during which nothing was left to compute."""
+BUSY_S: Final = "busy_s"
+"""Seconds during which bytes were on their way, where that is not the whole phase."""
 WORKER: Final = "worker"
 TRANSPORT: Final = "transport"
 

@@ -64,11 +64,13 @@ class PhaseRow:
     num_tokens: int | None
     num_cached_tokens: int | None
     num_bytes: int | None
+    moving_s: float
+    """The part of `busy_s` during which bytes were on their way, where it is known; else all of it."""
 
     @property
     def gigabytes_per_s(self) -> float | None:
         """10^9 bytes a second; None when no bytes were counted or no time passed."""
-        return None if not self.num_bytes or self.busy_s <= 0 else self.num_bytes / self.busy_s / 1e9
+        return None if not self.num_bytes or self.moving_s <= 0 else self.num_bytes / self.moving_s / 1e9
 
 
 def phase_rows(phases: Iterable[PhaseTiming]) -> tuple[PhaseRow, ...]:
@@ -90,6 +92,7 @@ def phase_rows(phases: Iterable[PhaseTiming]) -> tuple[PhaseRow, ...]:
             num_tokens=_total(timings, names.NUM_TOKENS),
             num_cached_tokens=_total(timings, names.NUM_CACHED_TOKENS),
             num_bytes=_total(timings, names.NUM_BYTES),
+            moving_s=sum(float(t.attributes.get(names.BUSY_S, 0.0)) for t in timings) or covered_s(timings),
         )
         for (phase, worker), timings in groups.items()
     )

@@ -298,6 +298,7 @@ class Receiver:
         """From the first block's arrival until all are checked; `exposed_s` of it after the word.
 
         The exposed part is what the sequence waits for; the rest ran while the sender computed.
+        `busy_s` is the sender's account of how long blocks were on their way.
         """
         now_s = self._clock.monotonic_s()
         start_ns, start_s = transfer.first_landed or (self._clock.wall_ns(), now_s)
@@ -309,6 +310,7 @@ class Receiver:
                 names.NUM_BLOCKS: transfer.ticket.num_blocks,
                 names.NUM_BYTES: transfer.ticket.num_blocks * self._storage.layout.block_bytes,
                 names.EXPOSED_S: now_s - transfer.word_s,
+                names.BUSY_S: transfer.word.busy_s if transfer.word is not None else 0.0,
                 names.TRANSPORT: self._transport.name,
             },
         )

@@ -58,6 +58,10 @@ class _Outgoing:
     readers: set[asyncio.Task[None]] = field(default_factory=set)
     checksums: dict[int, int] = field(default_factory=dict)
     """By position, of the blocks that have left."""
+    num_sending: int = 0
+    sending_since_s: float = 0.0
+    busy_s: float = 0.0
+    """Time during which blocks were on their way, so far."""
     first_token: TokenOutput | None = None
     error: TandemError | None = None
     """Why it was given up."""
@@ -255,6 +259,9 @@ class Sender:
         endpoint = transfer.endpoint
         if endpoint is None:
             raise InternalError("blocks are due before the connection is open")
+        if transfer.num_sending == 0:
+            transfer.sending_since_s = self._clock.monotonic_s()
+        transfer.num_sending += 1
         tasks = [
             asyncio.create_task(endpoint.send(transfer.ticket.tag(position), self._storage.block(block_id)))
             for position, block_id in blocks
@@ -272,6 +279,9 @@ class Sender:
                 )
         finally:
             await _withdraw(endpoint, tasks)
+            transfer.num_sending -= 1
+            if transfer.num_sending == 0:
+                transfer.busy_s += self._clock.monotonic_s() - transfer.sending_since_s
 
     # Ending
 
@@ -377,6 +387,7 @@ def _word(transfer: _Outgoing) -> FinalWord:
         ticket.num_tokens,
         tuple(transfer.checksums[position] for position in wanted),
         transfer.first_token,
+        busy_s=transfer.busy_s,
     )
 
 

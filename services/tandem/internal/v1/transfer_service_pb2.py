@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)tandem/internal/v1/transfer_service.proto\x12\x12tandem.internal.v1\x1a\x1atandem/v1/generation.proto\"S\n\x0bPeerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x63ontrol\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\x0c\"l\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12-\n\x04peer\x18\x02 \x01(\x0b\x32\x1f.tandem.internal.v1.PeerAddress\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\"<\n\x10HandshakeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tandem.internal.v1.Hello\"=\n\x11HandshakeResponse\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tandem.internal.v1.Hello\"\xe4\x01\n\rFinishRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x16\n\x0ereceiver_epoch\x18\x03 \x01(\x04\x12\x34\n\x07outcome\x18\x04 \x01(\x0e\x32#.tandem.internal.v1.TransferOutcome\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x11\n\tchecksums\x18\x06 \x03(\x06\x12%\n\x0b\x66irst_token\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Token\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"\x10\n\x0e\x46inishResponse\"$\n\x0cRenewRequest\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"-\n\rRenewResponse\x12\x1c\n\x14unknown_transfer_ids\x18\x01 \x03(\t*\x89\x01\n\x0fTransferOutcome\x12 \n\x1cTRANSFER_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSFER_OUTCOME_OK\x10\x01\x12\x1b\n\x17TRANSFER_OUTCOME_FAILED\x10\x02\x12\x1e\n\x1aTRANSFER_OUTCOME_CANCELLED\x10\x03\x32\x8a\x02\n\x0fTransferService\x12X\n\tHandshake\x12$.tandem.internal.v1.HandshakeRequest\x1a%.tandem.internal.v1.HandshakeResponse\x12O\n\x06\x46inish\x12!.tandem.internal.v1.FinishRequest\x1a\".tandem.internal.v1.FinishResponse\x12L\n\x05Renew\x12 .tandem.internal.v1.RenewRequest\x1a!.tandem.internal.v1.RenewResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)tandem/internal/v1/transfer_service.proto\x12\x12tandem.internal.v1\x1a\x1atandem/v1/generation.proto\"S\n\x0bPeerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x63ontrol\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\x0c\"l\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12-\n\x04peer\x18\x02 \x01(\x0b\x32\x1f.tandem.internal.v1.PeerAddress\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\"<\n\x10HandshakeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tandem.internal.v1.Hello\"=\n\x11HandshakeResponse\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tandem.internal.v1.Hello\"\xf4\x01\n\rFinishRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nattempt_id\x18\x02 \x01(\t\x12\x16\n\x0ereceiver_epoch\x18\x03 \x01(\x04\x12\x34\n\x07outcome\x18\x04 \x01(\x0e\x32#.tandem.internal.v1.TransferOutcome\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\x12\x11\n\tchecksums\x18\x06 \x03(\x06\x12%\n\x0b\x66irst_token\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Token\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x0e\n\x06\x62usy_s\x18\t \x01(\x01\"\x10\n\x0e\x46inishResponse\"$\n\x0cRenewRequest\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"-\n\rRenewResponse\x12\x1c\n\x14unknown_transfer_ids\x18\x01 \x03(\t*\x89\x01\n\x0fTransferOutcome\x12 \n\x1cTRANSFER_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSFER_OUTCOME_OK\x10\x01\x12\x1b\n\x17TRANSFER_OUTCOME_FAILED\x10\x02\x12\x1e\n\x1aTRANSFER_OUTCOME_CANCELLED\x10\x03\x32\x8a\x02\n\x0fTransferService\x12X\n\tHandshake\x12$.tandem.internal.v1.HandshakeRequest\x1a%.tandem.internal.v1.HandshakeResponse\x12O\n\x06\x46inish\x12!.tandem.internal.v1.FinishRequest\x1a\".tandem.internal.v1.FinishResponse\x12L\n\x05Renew\x12 .tandem.internal.v1.RenewRequest\x1a!.tandem.internal.v1.RenewResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.internal.v1.transfer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFEROUTCOME']._serialized_start=748
-  _globals['_TRANSFEROUTCOME']._serialized_end=885
+  _globals['_TRANSFEROUTCOME']._serialized_start=764
+  _globals['_TRANSFEROUTCOME']._serialized_end=901
   _globals['_PEERADDRESS']._serialized_start=93
   _globals['_PEERADDRESS']._serialized_end=176
   _globals['_HELLO']._serialized_start=178
@@ -43,13 +43,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDSHAKERESPONSE']._serialized_start=350
   _globals['_HANDSHAKERESPONSE']._serialized_end=411
   _globals['_FINISHREQUEST']._serialized_start=414
-  _globals['_FINISHREQUEST']._serialized_end=642
-  _globals['_FINISHRESPONSE']._serialized_start=644
-  _globals['_FINISHRESPONSE']._serialized_end=660
-  _globals['_RENEWREQUEST']._serialized_start=662
-  _globals['_RENEWREQUEST']._serialized_end=698
-  _globals['_RENEWRESPONSE']._serialized_start=700
-  _globals['_RENEWRESPONSE']._serialized_end=745
-  _globals['_TRANSFERSERVICE']._serialized_start=888
-  _globals['_TRANSFERSERVICE']._serialized_end=1154
+  _globals['_FINISHREQUEST']._serialized_end=658
+  _globals['_FINISHRESPONSE']._serialized_start=660
+  _globals['_FINISHRESPONSE']._serialized_end=676
+  _globals['_RENEWREQUEST']._serialized_start=678
+  _globals['_RENEWREQUEST']._serialized_end=714
+  _globals['_RENEWRESPONSE']._serialized_start=716
+  _globals['_RENEWRESPONSE']._serialized_end=761
+  _globals['_TRANSFERSERVICE']._serialized_start=904
+  _globals['_TRANSFERSERVICE']._serialized_end=1170
 # @@protoc_insertion_point(module_scope)

@@ -54,7 +54,7 @@ class HandshakeResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
-    __slots__ = ("transfer_id", "attempt_id", "receiver_epoch", "outcome", "num_tokens", "checksums", "first_token", "detail")
+    __slots__ = ("transfer_id", "attempt_id", "receiver_epoch", "outcome", "num_tokens", "checksums", "first_token", "detail", "busy_s")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class FinishRequest(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt_id: str
     receiver_epoch: int
@@ -71,7 +72,8 @@ class FinishRequest(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     first_token: _generation_pb2.Token
     detail: str
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt_id: _Optional[str] = ..., receiver_epoch: _Optional[int] = ..., outcome: _Optional[_Union[TransferOutcome, str]] = ..., num_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., first_token: _Optional[_Union[_generation_pb2.Token, _Mapping]] = ..., detail: _Optional[str] = ...) -> None: ...
+    busy_s: float
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt_id: _Optional[str] = ..., receiver_epoch: _Optional[int] = ..., outcome: _Optional[_Union[TransferOutcome, str]] = ..., num_tokens: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ..., first_token: _Optional[_Union[_generation_pb2.Token, _Mapping]] = ..., detail: _Optional[str] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class FinishResponse(_message.Message):
     __slots__ = ()
