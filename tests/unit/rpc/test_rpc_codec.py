@@ -171,6 +171,7 @@ WORD = st.builds(
     checksums=tuples(U64),
     first_token=TOKEN,
     detail=TEXT,
+    busy_s=st.floats(0, 1e6),
 )
 
 
