@@ -93,7 +93,6 @@ class DirectorySettings(_Section):
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "tandem"
     ttl_s: Seconds = 5.0
     heartbeat_s: Seconds = 1.0
-    connect_timeout_s: Seconds = 1.0
     command_timeout_s: Seconds = 0.5
 
     @field_validator("redis_url")
@@ -137,11 +136,10 @@ class WorkerSettings(_Section):
 
 
 class ClusterSettings(_Section):
-    """What the launcher starts. `secret` authenticates gateway and workers to each other."""
+    """What the launcher starts."""
 
     num_prefill: Annotated[int, Field(ge=0)] = 1
     num_decode: Count = 1
-    secret: SecretStr | None = None
     start_timeout_s: Seconds = 120.0
 
 

@@ -62,7 +62,7 @@ def test_choices_are_enums(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_the_tree_is_frozen_and_travels_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_CLUSTER__SECRET", SECRET)
+    monkeypatch.setenv("TANDEM_GATEWAY__TENANT_SECRET", SECRET)
     settings = load_settings()
     with pytest.raises(ValidationError):
         settings.engine.num_blocks = 3
@@ -114,8 +114,8 @@ def test_both_sizes_of_the_pool_are_refused(tmp_path: Path) -> None:
     [
         ("TANDEM_DIRECTORY__REDIS_URL", f"http://:{SECRET}@redis"),
         ("TANDEM_DIRECTORY", f'{{"redis_url": "nope:{SECRET}", "ttl_s": 1}}'),
-        ("TANDEM_CLUSTER", f'{{"secret": ["{SECRET}"]}}'),
-        ("TANDEM_CLUSTER", f'{{"secret": "{SECRET}"'),
+        ("TANDEM_GATEWAY", f'{{"tenant_secret": ["{SECRET}"]}}'),
+        ("TANDEM_GATEWAY", f'{{"tenant_secret": "{SECRET}"'),
     ],
 )
 def test_p31_a_secret_shows_in_no_error(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -127,12 +127,12 @@ def test_p31_a_secret_shows_in_no_error(monkeypatch: pytest.MonkeyPatch, name: s
 
 
 def test_p31_a_secret_shows_in_no_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_CLUSTER__SECRET", SECRET)
+    monkeypatch.setenv("TANDEM_GATEWAY__TENANT_SECRET", SECRET)
     monkeypatch.setenv("TANDEM_DIRECTORY__REDIS_URL", f"redis://:{SECRET}@redis:6379/0")
     settings = load_settings()
     assert SECRET not in repr(settings)
-    assert settings.cluster.secret is not None
-    assert settings.cluster.secret.get_secret_value() == SECRET
+    assert settings.gateway.tenant_secret is not None
+    assert settings.gateway.tenant_secret.get_secret_value() == SECRET
 
 
 @pytest.mark.parametrize(
