@@ -29,7 +29,7 @@ from tandem.rpc.address import join_address
 from tandem.rpc.channels import ChannelPool
 from tandem.rpc.server import RpcServer
 from tandem.rpc.services import ModelCard
-from tandem.telemetry.metrics import CollectorRegistry, GatewayMetrics, MetricsServer
+from tandem.telemetry.metrics import CollectorRegistry, DirectoryMetrics, GatewayMetrics, MetricsServer
 from tandem.telemetry.rpc_spans import RpcSpanObserver
 from tandem.telemetry.spans import Tracer
 from tandem.telemetry.tracing import set_up_tracing
@@ -72,6 +72,7 @@ async def open_gateway(
                 timeout_s=settings.directory.command_timeout_s,
             )
         )
+        DirectoryMetrics(registry, lambda: directory.in_contact)
         await directory.ping()
         await directory.start()
         pool = await stack.enter_async_context(ChannelPool())

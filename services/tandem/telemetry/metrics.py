@@ -1,14 +1,13 @@
 """Prometheus metrics: one registry a process, handed down, never the library's global one.
 
 The three `gen_ai_server_*` histograms follow the semantic conventions in name, unit and buckets.
-Labels are few and bounded: model, outcome, direction. Never a request, a tenant or a text.
+Labels are few and bounded: model and outcome. Never a request, a tenant or a text.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -16,18 +15,11 @@ from prometheus_client import CollectorRegistry as CollectorRegistry
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
 from tandem.errors import ConfigError
-from tandem.generation import WorkerLoad
+from tandem.generation import Phase, PhaseTiming, WorkerLoad
 from tandem.request import Usage
 from tandem.telemetry import names
 from tandem.telemetry.names import Outcome
 from tandem.telemetry.timeline import Timeline
-
-
-class Direction(Enum):
-    """Which end of a KV transfer counts it."""
-
-    SENT = "sent"
-    RECEIVED = "received"
 
 
 class GatewayMetrics:
@@ -106,24 +98,19 @@ class WorkerMetrics:
         self._prompt_tokens = counter(names.METRIC_PROMPT_TOKENS, "Prompt tokens of sequences begun here.")
         self._hit_tokens = counter(names.METRIC_PREFIX_HIT_TOKENS, "Prompt tokens the prefix cache held.")
         self._generated = counter(names.METRIC_GENERATED_TOKENS, "Tokens generated here.")
-        self._preemptions = counter(names.METRIC_PREEMPTIONS, "Sequences put back to be recomputed.")
         self._transfers_open = gauge(names.METRIC_TRANSFERS_OPEN, "KV transfers begun and not settled.")
         self._transfers = Counter(
-            names.METRIC_TRANSFERS, "KV transfers ended.", ["direction", "outcome"], registry=registry
+            names.METRIC_TRANSFERS, "KV transfers received here, by outcome.", ["outcome"], registry=registry
         )
-        self._bytes = Counter(
-            names.METRIC_TRANSFER_BYTES, "KV bytes moved by transfers that ended well.", ["direction"],
-            registry=registry,
-        )  # fmt: skip
+        self._bytes = counter(names.METRIC_TRANSFER_BYTES, "KV bytes received by transfers that ended well.")
         self._seconds = Histogram(
             names.METRIC_TRANSFER_SECONDS,
-            "From the first block to the final word.",
-            ["direction"],
+            "From the first block's arrival until all are checked.",
             registry=registry,
             buckets=names.TRANSFER_BUCKETS_S,
         )
-        for direction in Direction:
-            self._bytes.labels(direction.value)
+        for outcome in (Outcome.OK, Outcome.ERROR):
+            self._transfers.labels(outcome.value)
 
     def set_load(self, load: WorkerLoad) -> None:
         """Show the engine's own account of its load."""
@@ -133,42 +120,36 @@ class WorkerMetrics:
         self._free.set(load.num_free_blocks)
         self._used.set(self._num_blocks - load.num_free_blocks)
 
-    def prompt_computed(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """One prompt was computed here, part of it from the cache."""
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._hit_tokens.inc(num_cached_tokens)
-
     def tokens_generated(self, num_tokens: int) -> None:
         """Count tokens of one step, all sequences together."""
         self._generated.inc(num_tokens)
-
-    def preempted(self, num_sequences: int = 1) -> None:
-        """Count sequences that lost their blocks."""
-        self._preemptions.inc(num_sequences)
 
     def set_open_transfers(self, num_open: int) -> None:
         """Transfers that still hold or may still write blocks."""
         self._transfers_open.set(num_open)
 
-    def transfer_ended(
-        self, direction: Direction, outcome: Outcome, *, num_bytes: int, duration_s: float
-    ) -> None:
-        """Count one transfer; bytes and time only if it ended well, so that their ratio is a speed."""
-        self._transfers.labels(direction.value, outcome.value).inc()
-        if outcome is Outcome.OK:
-            self._bytes.labels(direction.value).inc(num_bytes)
-            self._seconds.labels(direction.value).observe(duration_s)
+    def phases_ended(self, phases: Iterable[PhaseTiming]) -> None:
+        """Count what a sequence's phases brought: prompts computed, transfers received."""
+        for timing in phases:
+            if timing.phase is Phase.PREFILL:
+                self._prompt_tokens.inc(int(timing.attributes.get(names.NUM_TOKENS, 0)))
+                self._hit_tokens.inc(int(timing.attributes.get(names.NUM_CACHED_TOKENS, 0)))
+            elif timing.phase is Phase.TRANSFER:
+                self._transfers.labels(Outcome.OK.value).inc()
+                self._bytes.inc(int(timing.attributes.get(names.NUM_BYTES, 0)))
+                self._seconds.observe(timing.duration_s)
+
+    def transfer_failed(self) -> None:
+        """Count one transfer that brought nothing."""
+        self._transfers.labels(Outcome.ERROR.value).inc()
 
 
 class DirectoryMetrics:
-    """Whether the state plane can be reached."""
+    """Whether the state plane can be reached, asked at each scrape."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._up = Gauge(names.METRIC_REDIS_UP, "1 while Redis answers, else 0.", registry=registry)
-
-    def set_redis_up(self, up: bool) -> None:
-        """Show whether Redis answered last."""
-        self._up.set(1 if up else 0)
+    def __init__(self, registry: CollectorRegistry, in_contact: Callable[[], bool]) -> None:
+        up = Gauge(names.METRIC_REDIS_UP, "1 while Redis answers, else 0.", registry=registry)
+        up.set_function(lambda: float(in_contact()))
 
 
 class MetricsServer:

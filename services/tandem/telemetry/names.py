@@ -126,7 +126,6 @@ METRIC_TRANSFERS: Final = "tandem_transfers"
 METRIC_TRANSFER_BYTES: Final = "tandem_transfer_bytes"
 METRIC_TRANSFER_SECONDS: Final = "tandem_transfer_seconds"
 METRIC_TRANSFERS_OPEN: Final = "tandem_transfers_open"
-METRIC_PREEMPTIONS: Final = "tandem_preemptions"
 METRIC_REDIS_UP: Final = "tandem_redis_up"
 
 # Buckets that the conventions recommend for the three histograms, in seconds.

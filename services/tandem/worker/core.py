@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.loop import EngineLoop
 from tandem.engine.results import StepResult
 from tandem.errors import DeadlineExceeded, Draining, PeerLost, TandemError, TransferFailed
-from tandem.generation import CallContext, PrefillResult, SequenceOutput, SequenceSpec
+from tandem.generation import CallContext, PhaseTiming, PrefillResult, SequenceOutput, SequenceSpec
 from tandem.ids import AttemptId, Epoch, GatewayId, IdSource, TransferId, WorkerId
 from tandem.kv.layout import KvLayout
 from tandem.kv.storage import KvStorage
@@ -246,6 +246,7 @@ class WorkerCore:
             self._deliver(output)
         for progress in result.exports:
             if progress.phases:
+                self._count(progress.phases)
                 outcome = Outcome.OK if progress.error is None else Outcome.ERROR
                 self._spans.record(progress.attempt_id, self._spans.signed(progress.phases), outcome)
             self.sender.on_progress(progress)
@@ -258,10 +259,17 @@ class WorkerCore:
             self._metrics.tokens_generated(len(output.tokens))
         if output.finish is not None:
             output = replace(output, phases=self._spans.signed(output.phases))
+            self._count(output.phases)
             self._spans.record(output.attempt_id, output.phases, outcome_of_output(output))
             self._spans.forget(output.attempt_id)
         self._attachments.deliver(output)
         self._ended.notify()
 
+    def _count(self, phases: tuple[PhaseTiming, ...]) -> None:
+        if self._metrics is not None:
+            self._metrics.phases_ended(phases)
+
     def _transfer_failed(self, attempt_id: AttemptId, error: TandemError) -> None:
+        if self._metrics is not None:
+            self._metrics.transfer_failed()
         self._deliver(SequenceOutput(attempt_id, finish=FinishReason.ERROR, error=str(error)))

@@ -8,11 +8,10 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from tandem.errors import ConfigError
-from tandem.generation import WorkerLoad
+from tandem.generation import Phase, PhaseTiming, WorkerLoad
 from tandem.request import Usage
 from tandem.telemetry import names
 from tandem.telemetry.metrics import (
-    Direction,
     DirectoryMetrics,
     GatewayMetrics,
     MetricsServer,
@@ -76,32 +75,38 @@ def test_a_workers_load_shows_used_and_free_blocks(registry: CollectorRegistry) 
 
 def test_only_transfers_that_ended_well_make_a_speed(registry: CollectorRegistry) -> None:
     metrics = WorkerMetrics(registry, num_blocks=1)
-    metrics.transfer_ended(Direction.SENT, Outcome.OK, num_bytes=1000, duration_s=0.5)
-    metrics.transfer_ended(Direction.SENT, Outcome.ERROR, num_bytes=7, duration_s=9.0)
-    assert value(registry, "tandem_transfer_bytes_total", direction="sent") == 1000
-    assert value(registry, "tandem_transfer_seconds_sum", direction="sent") == 0.5
-    assert value(registry, "tandem_transfers_total", direction="sent", outcome="error") == 1
+    metrics.phases_ended([PhaseTiming(Phase.TRANSFER, 0, 0.5, {"num_bytes": 1000})])
+    metrics.transfer_failed()
+    assert value(registry, "tandem_transfer_bytes_total") == 1000
+    assert value(registry, "tandem_transfer_seconds_sum") == 0.5
+    assert value(registry, "tandem_transfers_total", outcome="ok") == 1
+    assert value(registry, "tandem_transfers_total", outcome="error") == 1
 
 
 def test_the_other_counters_count(registry: CollectorRegistry) -> None:
     metrics = WorkerMetrics(registry, num_blocks=1)
-    metrics.prompt_computed(100, 64)
+    metrics.phases_ended([PhaseTiming(Phase.PREFILL, 0, 0.5, {"num_tokens": 100, "num_cached_tokens": 64})])
+    metrics.phases_ended([PhaseTiming(Phase.DECODE, 0, 0.5, {"num_tokens": 9})])
     metrics.tokens_generated(5)
-    metrics.preempted()
     metrics.set_open_transfers(2)
-    DirectoryMetrics(registry).set_redis_up(True)
     assert value(registry, "tandem_prompt_tokens_total") == 100
     assert value(registry, "tandem_prefix_hit_tokens_total") == 64
     assert value(registry, "tandem_generated_tokens_total") == 5
-    assert value(registry, "tandem_preemptions_total") == 1
     assert value(registry, "tandem_transfers_open") == 2
+
+
+def test_redis_is_asked_at_each_scrape(registry: CollectorRegistry) -> None:
+    up = [True]
+    DirectoryMetrics(registry, lambda: up[0])
     assert value(registry, "tandem_redis_up") == 1
+    up[0] = False
+    assert value(registry, "tandem_redis_up") == 0
 
 
 def test_a_gateway_and_a_worker_fit_in_one_registry(registry: CollectorRegistry) -> None:
     GatewayMetrics(registry, "m")
     WorkerMetrics(registry, 1)
-    DirectoryMetrics(registry)
+    DirectoryMetrics(registry, lambda: True)
 
 
 def test_nothing_of_ours_is_in_the_global_registry(registry: CollectorRegistry) -> None:
@@ -111,7 +116,7 @@ def test_nothing_of_ours_is_in_the_global_registry(registry: CollectorRegistry) 
 
 
 def test_the_server_serves_and_stops_clean(registry: CollectorRegistry) -> None:
-    DirectoryMetrics(registry).set_redis_up(True)
+    DirectoryMetrics(registry, lambda: True)
     with MetricsServer(registry, "127.0.0.1", 0) as server:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as answer:
             assert b"tandem_redis_up 1.0" in answer.read()
