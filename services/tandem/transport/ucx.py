@@ -11,20 +11,17 @@ Progress is made when UCX's event descriptor says so, within the event loop: an 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from tandem.clock import Deadline
-from tandem.errors import ConfigError, PeerLost, TransferFailed
+from tandem.errors import ConfigError, PeerLost
 from tandem.transport.base import Buffer
-
-logger = logging.getLogger(__name__)
+from tandem.transport.ucx_messages import Pending, UcxEndpoint, UcxReceive
 
 # UCX warns of every variable it doesn't know, such as those of Kubernetes' service links.
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
@@ -36,7 +33,6 @@ _CONFIG = {
     "TLS": "^sysv",
     "KEEPALIVE_INTERVAL": "200ms",
 }
-_OK = 0
 _MAGIC = b"TUCX\x01"
 _HEADER = struct.Struct("!5sHI")
 _STEPS_A_TURN = 32
@@ -45,11 +41,6 @@ _MAX_TURNS = 8
 _LOOK_S = 0.25
 _LOOK_STEPS = 64
 """UCX looks whether its peers live in every 32nd progress call: an idle worker would never get there."""
-_GREETING = memoryview(bytearray(1 << 16))
-"""Large enough that UCX can't call it sent before the peer has answered."""
-_GREETING_TAG = (1 << 64) - 1
-_GRACE_S = 2.0
-"""How long a send that nobody wants any more may take to end by itself, and a connection to close."""
 
 
 def _load() -> tuple[Any, Any]:
@@ -62,138 +53,6 @@ def _load() -> tuple[Any, Any]:
             "transfer.transport=inproc where all workers share one process"
         ) from error
     return libucxx, Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A request inside UCX. `buffer` must live as long; `done` is told the UCS status."""
-
-    request: Any
-    buffer: object
-    done: Callable[[int], None]
-
-
-class UcxReceive:
-    """Implements `Receive`. UCX writes into the buffer only between `begin` and `end`."""
-
-    def __init__(self, into: memoryview, withdraw: Callable[[], None]) -> None:
-        self.into = into
-        self._withdraw = withdraw
-        self._in_ucx = False
-        self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def settled(self) -> bool:
-        """See `Receive`."""
-        return self._outcome.done()
-
-    async def wait(self) -> None:
-        """See `Receive`."""
-        await asyncio.shield(self._outcome)
-
-    def cancel(self) -> None:
-        """See `Receive`. One that is being written settles when its message is complete, or its peer gone."""
-        if not self._in_ucx:
-            self._withdraw()
-            self.fail("was cancelled")
-
-    async def wait_settled(self) -> None:
-        """See `Receive`."""
-        await asyncio.wait([self._outcome])
-
-    def begin(self) -> None:
-        """The message is here; UCX starts to write."""
-        self._in_ucx = True
-
-    def end(self, status: int) -> None:
-        """UCX has written all it ever will."""
-        self._in_ucx = False
-        if status == _OK:
-            if not self._outcome.done():
-                self._outcome.set_result(None)
-        else:
-            self.fail(f"broke off with UCX status {status}")
-
-    def fail(self, why: str) -> None:
-        """The bytes will never be there."""
-        if not self._outcome.done():
-            self._outcome.set_exception(TransferFailed(f"a receive {why}; send the blocks again"))
-            self._outcome.exception()  # marks it as seen: perhaps nobody waits
-
-
-class UcxEndpoint:
-    """Implements `Endpoint`."""
-
-    def __init__(self, transport: UcxTransport, endpoint: Any, array: Any, tag: Any) -> None:
-        self._transport = transport
-        self._endpoint = endpoint
-        self._array = array
-        self._tag = tag
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """See `Endpoint`."""
-        return self._closed or not self._endpoint.alive
-
-    async def send(self, tag: int, data: Buffer) -> None:
-        """See `Endpoint`."""
-        if self.closed:
-            raise PeerLost("the UCX connection is closed; connect again")
-        done = self._submit(tag, data)
-        try:
-            status = await asyncio.shield(done)
-        except asyncio.CancelledError:
-            await self._quiet(done)
-            raise
-        if status != _OK:
-            raise PeerLost(f"the peer was lost amid a send (UCX status {status})")
-
-    async def greet(self) -> None:
-        """Return once the peer has answered. Raises `PeerLost`; a cancelled call closes the endpoint.
-
-        Until then UCX can neither notice that the peer is dead nor take a message back, so no KV
-        block may be at stake.
-        """
-        try:
-            status = await asyncio.shield(self._submit(_GREETING_TAG, _GREETING))
-        except asyncio.CancelledError:
-            self._closed = True
-            raise
-        if status != _OK:
-            self._closed = True
-            raise PeerLost(f"the peer does not answer (UCX status {status})")
-
-    def _submit(self, tag: int, data: Buffer) -> asyncio.Future[int]:
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        array = self._array(data)
-        request = self._endpoint.tag_send(array, tag=self._tag(tag))
-        self._transport.track(_Pending(request, array, done.set_result))
-        return done
-
-    async def _quiet(self, done: asyncio.Future[int]) -> None:
-        """Wait until a send is over; one that hangs costs the connection.
-
-        A frozen peer may still read the buffer when it wakes up. It gets whatever is there then,
-        into memory that it has promised to nobody: the final word of this transfer is not OK.
-        """
-        await asyncio.wait([done], timeout=_GRACE_S)
-        if not done.done():
-            await self.aclose()
-            await asyncio.wait([done], timeout=_GRACE_S)
-
-    async def aclose(self) -> None:
-        """See `Endpoint`."""
-        if self._closed:
-            return
-        self._closed = True
-        if not self._endpoint.alive:
-            return  # UCX has closed it already
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        request = self._endpoint.close()
-        if request is not None:
-            self._transport.track(_Pending(request, None, done.set_result))
-            await asyncio.wait([done], timeout=_GRACE_S)
 
 
 class UcxTransport:
@@ -213,7 +72,7 @@ class UcxTransport:
         self._address: bytes = _HEADER.pack(_MAGIC, len(raw), zlib.crc32(raw)) + raw
         self._any_tag, self._no_mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
         self._posted: dict[int, UcxReceive] = {}
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._endpoints: list[UcxEndpoint] = []
         self._closed = False
         self._kicked = False
@@ -244,7 +103,7 @@ class UcxTransport:
             )
         except self._ucx.UCXError as error:
             raise PeerLost(f"UCX can't reach the peer: {error}") from error
-        made = UcxEndpoint(self, endpoint, self._array, self._ucx.UCXXTag)
+        made = UcxEndpoint(self._track, endpoint, self._array, self._ucx.UCXXTag)
         self._endpoints = [other for other in self._endpoints if not other.closed]
         self._endpoints.append(made)
         await made.greet()
@@ -295,7 +154,7 @@ class UcxTransport:
     ) -> None:
         await self.aclose()
 
-    def track(self, pending: _Pending) -> None:
+    def _track(self, pending: Pending) -> None:
         """Watch a request that was just given to UCX."""
         self._pending.append(pending)
         self._kick()
@@ -355,7 +214,7 @@ class UcxTransport:
 
     def _receive(self, probe: Any, into: memoryview, done: Callable[[int], None]) -> None:
         array = self._array(into)
-        self.track(_Pending(self._worker.tag_recv_with_handle(array, probe), array, done))
+        self._track(Pending(self._worker.tag_recv_with_handle(array, probe), array, done))
 
     def _settle(self) -> None:
         """Tell those whose requests are complete."""
@@ -364,10 +223,10 @@ class UcxTransport:
             pending.done(int(pending.request.status))
 
 
-def _partition(pending: list[_Pending]) -> tuple[list[_Pending], list[_Pending]]:
+def _partition(pending: list[Pending]) -> tuple[list[Pending], list[Pending]]:
     """Those that are complete, and the others; each asked once."""
-    complete: list[_Pending] = []
-    others: list[_Pending] = []
+    complete: list[Pending] = []
+    others: list[Pending] = []
     for one in pending:
         (complete if one.request.completed else others).append(one)
     return complete, others
