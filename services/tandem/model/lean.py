@@ -2,20 +2,21 @@
 
 At one token a step most of a layer's time outside of its matrices goes into launching small
 operations. So query, key and value are one product, gate and up another, residuals are added by the
-product before them, and rotation takes three operations for queries and keys together. What is
+product before them, and what lies between products is compiled. What is
 computed is the transformers layer's own definition; a test holds the two against each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.config.choices import WeightFormat
 from tandem.model.attention import PagedStep
+from tandem.model.compiled import normed, rotated, swiglu
 from tandem.model.linear import CpuLinear, can_pack, make_linear
 
 _SHAPES = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -23,19 +24,18 @@ _SHAPES = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLa
 
 
 class _Norm:
-    """RMSNorm (Zhang & Sennrich, 2019) over the last axis, without its weight. Four small operations."""
+    """An RMSNorm whose weight the product after it has taken in."""
 
     def __init__(self, norm: Any) -> None:
         self._eps = torch.tensor(norm.variance_epsilon)
         self._one_nth = 1.0 / len(norm.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self._eps, length, length, value=self._one_nth).rsqrt_()
+        return normed(x, self._eps, self._one_nth)
 
 
 class _WeightedNorm(_Norm):
-    """The same with its weight, where no product follows to take it in."""
+    """An RMSNorm with its weight, where no product follows."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__(norm)
@@ -74,7 +74,8 @@ class LeanLayer(nn.Module):
             [mlp.gate_proj, mlp.up_proj], weights, input_scale=source.post_attention_layernorm.weight
         )
         self._down: CpuLinear = make_linear([mlp.down_proj], weights)
-        self._activation = F.silu if isinstance(mlp.act_fn, nn.SiLU) else mlp.act_fn
+        silu = isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"
+        self._activation: Callable[[Tensor], Tensor] | None = None if silu else mlp.act_fn
 
     def forward(
         self,
@@ -86,20 +87,22 @@ class LeanLayer(nn.Module):
         """``[1, T, hidden]`` to the same, as the layer it stands for."""
         x = hidden_states[0]
         x = self._out.add(self._attend(self._attention_norm(x), position_embeddings, paged), x)
-        gate, up = self._gate_up(self._mlp_norm(x)).chunk(2, dim=-1)
-        return self._down.add(self._activation(gate).mul_(up), x)[None]
+        return self._down.add(self._gated(self._gate_up(self._mlp_norm(x))), x)[None]
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self._activation is None:
+            return swiglu(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._activation(gate).mul_(up)
 
     def _attend(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], paged: PagedStep) -> Tensor:
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).view(len(x), heads + 2 * kv_heads, self._head_dim)
-        qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qk, value = qkv.split((heads + kv_heads, kv_heads), dim=1)
         if self._query_norm is not None and self._key_norm is not None:
             qk = torch.cat((self._query_norm(qk[:, :heads]), self._key_norm(qk[:, heads:])), dim=1)
-        cos, sin = paged.rotation(*position_embeddings)
-        qk = torch.addcmul(qk * cos, torch.roll(qk, self._head_dim // 2, dims=-1), sin)
-        paged.write(self._layer, qk[:, heads:], value)
-        out = paged.attend(self._layer, qk[:, :heads], self._scaling, self._window, None)
-        return out.reshape(len(x), heads * self._head_dim)
+        qk = rotated(qk, *paged.rotation(*position_embeddings))
+        return paged.write_and_attend(self._layer, qk, value, self._scaling, self._window)
 
 
 def make_lean(module: nn.Module, weights: WeightFormat) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.choices import WeightFormat
+from tandem.model.compiled import compiled
 
 _PACKED_FOR_ROWS = 16
 """The batch that the blocked layout is chosen for. It is as good for one row, and no worse for 512."""
@@ -40,6 +41,21 @@ class PackedLinear(nn.Module):
         return out
 
 
+@compiled
+def _int8_product(
+    x: Tensor,
+    weight: torch.classes.quantized.LinearPackedParamsBase,  # type: ignore[name-defined]
+    steps: float,
+    zero: int,
+) -> Tensor:
+    # A row of zeros must not become a row of NaN.
+    scale = torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True).clamp_min_(1e-30)
+    out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        x / scale, 1.0 / steps, zero, weight
+    )
+    return out.mul_(scale)
+
+
 class Int8Linear(nn.Module):
     """The same with int8 weights (a scale per output) and 7-bit activations (a scale per row), by FBGEMM.
 
@@ -58,12 +74,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        # A row of zeros must not become a row of NaN.
-        scale = torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True).clamp_min_(1e-30)
-        out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x / scale, 1.0 / _INT8_STEPS, _INT8_ZERO, self._weight
-        )
-        out *= scale
+        out = _int8_product(x, self._weight, _INT8_STEPS, _INT8_ZERO)
         return out if self._bias is None else out.add_(self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
