@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from tandem.errors import ConfigError, TandemError
 
@@ -73,7 +74,7 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except TandemError as error:
-        console.print(f"[bold red]error:[/] {error}", markup=True, soft_wrap=True)
+        console.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(EXIT_FAILED) from None
     except KeyboardInterrupt:
         console.print("interrupted")

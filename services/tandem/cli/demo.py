@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from tandem.cli.client import show_stats, stream_answer
 from tandem.cli.common import (
@@ -88,7 +89,7 @@ async def _demo(
         async with ChannelPool() as pool:
             service = GrpcInference(pool, running.address, clock)
             for title in ("first time", "again: its prefix is cached now"):
-                console.print(f"\n[bold]{question}[/]  [dim]({title})[/]")
+                console.print(Text.assemble("\n", (question, "bold"), (f"  ({title})", "dim")))
                 last, timeline = await stream_answer(service, request, CallContext(), clock)
                 answers.append(last)
                 show_stats(last, timeline)

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from tandem.cli.common import EXIT_FAILED, console
 from tandem.errors import TandemError
@@ -56,7 +57,9 @@ def _show(findings: list[Finding]) -> None:
     table = Table("check", "", "found", "cure")
     for finding in findings:
         colour = colours[finding.verdict]
-        table.add_row(finding.name, f"[{colour}]{finding.verdict}[/]", finding.detail, finding.cure)
+        table.add_row(
+            finding.name, f"[{colour}]{finding.verdict}[/]", Text(finding.detail), Text(finding.cure)
+        )
     console.print(table)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+
+import ray
 
 from tandem.cluster.host import NodeHost
 from tandem.config.settings import Settings
@@ -14,12 +17,17 @@ from tandem.telemetry.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
 
+_RETRY_S = 3.0
+STOP_GRACE_S = 10.0
+"""What a worker may need to stop on top of `worker.drain_s`."""
+
 
 class WorkerActor:
     """The class behind the actor; `placement.worker_options` says how Ray runs it.
 
     Its methods may block: Ray runs them in threads. When the worker stops by itself (a newer life
-    of it is known, its engine died) the process ends, and Ray starts it anew.
+    of it is known, its engine died) the process ends, and Ray starts it anew. So it does, after a
+    pause, when a restart fails; the first start's failure is told to whoever asks for the address.
     """
 
     def __init__(self, settings: Settings, worker_id: WorkerId, role: Role, redis_url: str) -> None:
@@ -31,7 +39,7 @@ class WorkerActor:
         # Imported here, in the worker's process: the launcher needs neither torch nor UCX.
         from tandem.worker.node import open_worker
 
-        self._stop_timeout_s = settings.worker.drain_s + 10.0
+        self._stop_timeout_s = settings.worker.drain_s + STOP_GRACE_S
         self._host = NodeHost(
             lambda: open_worker(
                 settings,
@@ -42,6 +50,7 @@ class WorkerActor:
                 ids=SystemIds(),
             ),
             _end_process,
+            _retry_later if ray.get_runtime_context().was_current_actor_reconstructed else _wait_to_be_asked,
         )
 
     def address(self, timeout_s: float) -> str:
@@ -55,6 +64,16 @@ class WorkerActor:
     def stop(self) -> None:
         """Drain, leave the directory, and free everything."""
         self._host.stop(self._stop_timeout_s)
+
+
+def _wait_to_be_asked() -> None:
+    """The launcher asks for the address next, and hears why there is none."""
+
+
+def _retry_later() -> None:
+    logger.error("the worker could not be started anew; another try follows in %g s", _RETRY_S)
+    time.sleep(_RETRY_S)  # in the node's own thread, which has nothing else to do
+    _end_process()
 
 
 def _end_process() -> None:

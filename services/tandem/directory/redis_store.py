@@ -89,7 +89,7 @@ class RedisStore:
             if isinstance(reason, _REFUSALS):
                 raise ConfigError(
                     f"Redis at {self.where} refuses our user, our password or a command: {reason}; "
-                    "set redis.url to redis://user:password@host and see the user's ACL"
+                    "set directory.redis_url to redis://user:password@host and see the user's ACL"
                 ) from error
             raise Unavailable(
                 f"Redis at {self.where} gave no answer ({type(error).__name__}: {error}); check that it "
@@ -125,7 +125,7 @@ def _connect(url: str, connect_timeout_s: float, answer_timeout_s: float) -> Red
         )
     except ValueError as error:
         raise ConfigError(
-            f"redis.url is {_without_password(url)!r}; it must look like redis://host:6379/0, "
+            f"directory.redis_url is {_without_password(url)!r}; it must look like redis://host:6379/0, "
             "rediss://user:password@host:6379/0 or unix:///path/to/socket"
         ) from error
 
