@@ -56,14 +56,18 @@ def read_settings(
     return load_settings(config, overrides)
 
 
+def fetch(ref: str, *, progress: bool = True) -> Path:
+    """The model's local folder. Says so first if that takes a while. Raises `ModelLoadError`."""
+    from tandem.model.pull import ALIASES, cached_model, ensure_model
+
+    if progress and ref in ALIASES and cached_model(ref) is None:
+        console.print(Text.assemble("fetching and converting model ", (ref, "bold"), ", once …"))
+    return ensure_model(ref, progress=progress)
+
+
 def with_model(settings: Settings, *, progress: bool = True) -> Settings:
     """The same settings with the model made a local folder, fetched if need be; its name stays."""
-    from tandem.model.pull import cached_model, ensure_model
-
-    ref = settings.model.ref
-    if cached_model(ref) is None:
-        console.print(f"fetching and converting model [bold]{ref}[/], once …")
-    folder = ensure_model(ref, progress=progress)
+    folder = fetch(settings.model.ref, progress=progress)
     model = settings.model.model_copy(update={"ref": str(folder), "served_name": settings.model.name})
     return settings.model_copy(update={"model": model})
 

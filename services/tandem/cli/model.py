@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.common import clear_errors, console
+from tandem.cli.common import clear_errors, fetch
 
 
 def pull(
@@ -14,9 +14,5 @@ def pull(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
 ) -> None:
     """Fetch and convert a model ahead of time; prints the folder."""
-    from tandem.model.pull import cached_model, ensure_model
-
     with clear_errors():
-        if cached_model(ref) is None and not quiet:
-            console.print(f"fetching and converting model [bold]{ref}[/], once …")
-        typer.echo(ensure_model(ref, progress=not quiet))
+        typer.echo(fetch(ref, progress=not quiet))
