@@ -85,7 +85,7 @@ class PeerLinks:
             return endpoint
         opening = self._opening.get(life)
         if opening is None:
-            opening = self._background.spawn(self._open(peer), f"greeting of {peer.worker_id}")
+            opening = self._background.spawn(self._open(peer), f"greeting of {peer.worker_id}", awaited=True)
             self._opening[life] = opening
             opening.add_done_callback(lambda _: self._opening.pop(life))
         return await asyncio.shield(opening)

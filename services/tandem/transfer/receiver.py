@@ -60,8 +60,12 @@ class Receiver:
         ids: IdSource,
         lease_s: float,
         on_failed: Callable[[AttemptId, TandemError], None],
+        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`me` says how peers reach this worker now; `lease_s` is how long a sender may be silent."""
+        """`me` says how peers reach this worker now; `lease_s` is how long a sender may be silent.
+
+        `on_ended` is called whenever a transfer is forgotten.
+        """
         self._loop = loop
         self._storage = storage
         self._transport = transport
@@ -71,6 +75,7 @@ class Receiver:
         self._ids = ids
         self._lease_s = lease_s
         self._on_failed = on_failed
+        self._on_ended = on_ended
         self._transfers: dict[TransferId, _Incoming] = {}
         self._by_attempt: dict[AttemptId, _Incoming] = {}
         self._opening: set[AttemptId] = set()
@@ -290,6 +295,7 @@ class Receiver:
             transfer.timer.cancel()
         del self._transfers[transfer.ticket.transfer_id]
         del self._by_attempt[transfer.ticket.attempt_id]
+        self._on_ended()
 
     def _spawn(self, work: Coroutine[None, None, None], transfer: _Incoming, what: str) -> None:
         self._background.spawn(work, f"{what} of transfer {transfer.ticket.transfer_id}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from tandem.tasks import Background
 from tandem.transfer.handoff import SENDER, SenderEffect, SenderEvent, SenderState
 from tandem.transfer.peers import PeerLinks, PeerService, bounded
 from tandem.transfer.plan import BlockMemory, check_ticket, due_blocks
+from tandem.transfer.renewal import LeaseRenewal
 from tandem.transport.base import Endpoint, Transport
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,12 @@ class Sender:
         peers: Callable[[PeerAddress], PeerService],
         handshake_timeout_s: float,
         send_timeout_s: float,
+        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`peers` gives the transfer service at an address. `send_timeout_s` bounds one chunk's send."""
+        """`peers` gives the transfer service at an address. `send_timeout_s` bounds one chunk's send.
+
+        `on_ended` is called whenever a transfer is forgotten.
+        """
         self._loop = loop
         self._storage = storage
         self._clock = clock
@@ -100,7 +104,10 @@ class Sender:
         )
         self._transfers: dict[AttemptId, _Outgoing] = {}
         self._background = Background()
-        self._renewing: asyncio.Task[None] | None = None
+        self._renewal = LeaseRenewal(
+            self._alive, self._disowned, peers=peers, clock=clock, background=self._background
+        )
+        self._on_ended = on_ended
         self._closed = False
 
     @property
@@ -124,8 +131,7 @@ class Sender:
         transfer = _Outgoing(spec, ticket, answer, ticket.first_block)
         self._transfers[spec.attempt_id] = transfer
         self._read(transfer, self._open(transfer), "opening")
-        if self._renewing is None:
-            self._renewing = self._background.spawn(self._renew(), "lease renewal")
+        self._renewal.wake()
         try:
             return await answer
         except asyncio.CancelledError:
@@ -162,8 +168,7 @@ class Sender:
         self._closed = True
         for transfer in tuple(self._transfers.values()):
             self._apply(transfer, SenderEvent.CANCEL, Draining("the sender is shutting down"))
-        if self._renewing is not None:
-            self._renewing.cancel()
+        self._renewal.stop()
         deadline = Deadline.after(self._clock, _CLOSE_GRACE_S)
         while self._background and not deadline.passed(self._clock):
             await self._background.join(deadline.remaining_s(self._clock))
@@ -326,37 +331,17 @@ class Sender:
                 await asyncio.wait([transfer.release])
             self._apply(transfer, SenderEvent.TOLD)
             del self._transfers[transfer.spec.attempt_id]
+            self._on_ended()
 
     # Leases
 
-    async def _renew(self) -> None:
-        """Renew the leases of all that still compute or send, one call a peer; ends with the last."""
-        try:
-            while alive := [t for t in self._transfers.values() if t.state in _ALIVE]:
-                await asyncio.sleep(min(t.ticket.lease_s for t in alive) / 3)
-                by_peer: defaultdict[PeerAddress, list[_Outgoing]] = defaultdict(list)
-                for transfer in self._transfers.values():
-                    if transfer.state in _ALIVE:
-                        by_peer[transfer.ticket.receiver].append(transfer)
-                await asyncio.gather(*(self._renew_at(peer, ts) for peer, ts in by_peer.items()))
-        finally:
-            self._renewing = None
+    def _alive(self) -> list[Ticket]:
+        return [transfer.ticket for transfer in self._transfers.values() if transfer.state in _ALIVE]
 
-    async def _renew_at(self, peer: PeerAddress, transfers: list[_Outgoing]) -> None:
-        deadline = Deadline.after(self._clock, min(t.ticket.lease_s for t in transfers) / 3)
-        try:
-            call = self._peers(peer).renew([t.ticket.transfer_id for t in transfers], CallContext(deadline))
-            unknown = await bounded(call, deadline, self._clock, f"worker {peer.worker_id}")
-        except TandemError as error:
-            logger.warning("leases at worker %s were not renewed: %s", peer.worker_id, error)
-            return
-        for transfer in transfers:
-            if transfer.ticket.transfer_id in unknown:
-                problem = (
-                    f"worker {peer.worker_id} does not know transfer {transfer.ticket.transfer_id} any more"
-                )
-                logger.warning("%s; it is given up", problem)
-                self._apply(transfer, SenderEvent.DISOWNED, TransferFailed(problem))
+    def _disowned(self, ticket: Ticket, error: TandemError) -> None:
+        transfer = self._transfers.get(ticket.attempt_id)
+        if transfer is not None:
+            self._apply(transfer, SenderEvent.DISOWNED, error)
 
 
 async def _withdraw(endpoint: Endpoint, tasks: list[asyncio.Task[None]]) -> None:

@@ -86,6 +86,7 @@ class WorkerCore:
             ids=ids,
             lease_s=transfer.lease_s,
             on_failed=self._transfer_failed,
+            on_ended=self._ended.notify,
         )
         self.sender = Sender(
             self.loop,
@@ -97,6 +98,7 @@ class WorkerCore:
             peers=peers,
             handshake_timeout_s=transfer.handshake_timeout_s,
             send_timeout_s=transfer.send_timeout_s,
+            on_ended=self._ended.notify,
         )
 
     @property
