@@ -23,7 +23,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from tandem.errors import InternalError, ModelLoadError
 from tandem.kv.layout import KvLayout
 from tandem.kv.storage import KvStorage
-from tandem.model.compiled import attend_one_each
 
 PAGED = "tandem_paged"
 """The name under which transformers knows this attention."""
@@ -143,30 +142,14 @@ class PagedStep:
             out[group.rows] = self._attend_group(group, layer, query[group.rows], scaling, window, softcap)
         return out
 
-    def write_and_attend(
-        self, layer: int, qk: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """`write` and `attend` at once, for rotated queries and keys side by side in `qk`.
-
-        [T, heads + kv_heads, dim] and [T, kv_heads, dim] in, [T, heads * dim] out.
-        """
+    def one_each(self, layer: int, window: int | None) -> tuple[Any, ...] | None:
+        """What `compiled.attend_one_each` needs of this step; None unless every sequence has one query."""
         group = self._groups[0]
-        if group.rows is None and group.positions.shape[1] == 1:
-            return attend_one_each(
-                qk,
-                value,
-                self._rows,
-                *self._memory.rows[layer],
-                *self._memory.blocks[layer],
-                group.blocks,
-                group.num_keys,
-                group.stale,
-                group.mask(window),
-                scaling,
-            )
-        heads = qk.shape[1] - self._kv_heads
-        self.write(layer, qk[:, heads:], value)
-        return self.attend(layer, qk[:, :heads], scaling, window, None).reshape(len(qk), -1)
+        if group.rows is not None or group.positions.shape[1] != 1:
+            return None
+        memory = self._memory
+        places = (self._rows, *memory.rows[layer], *memory.blocks[layer])
+        return (*places, group.blocks, group.num_keys, group.stale, group.mask(window))
 
     def _attend_group(
         self,

@@ -1,7 +1,7 @@
-"""Small functions compiled by TorchScript: no Python between their operations, and no GIL.
+"""What TorchScript compiles: no Python between the operations of a layer, and no GIL.
 
-At batch 1 half of a step's time outside the matrices is Python's. TorchScript needs no compiler on the
-machine, unlike `torch.compile`. What can't be compiled runs as it is, and computes the same.
+At batch 1 most of a step's time outside the matrices is Python's. TorchScript needs no compiler on the
+machine, unlike `torch.compile`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 
 
 def compiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The same function, without Python inside."""
+    """The same function or module, without Python inside."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         script: Callable[_Parameters, _Result] = torch.jit.script(function)

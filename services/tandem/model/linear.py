@@ -6,13 +6,13 @@ measured on two AVX2 cores it is worth 1.5 to 2 times at batches of 1 to 16.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.choices import WeightFormat
-from tandem.model.compiled import compiled
 
 _PACKED_FOR_ROWS = 16
 """The batch that the blocked layout is chosen for. It is as good for one row, and no worse for 512."""
@@ -23,7 +23,10 @@ _INT8_ZERO = 64
 
 
 class PackedLinear(nn.Module):
-    """``x @ weight.T + bias`` in float32, by oneDNN. Holds the only copy of the packed weight."""
+    """``x @ weight.T + bias`` in float32, by oneDNN. Holds the only copy of the packed weight.
+
+    TorchScript must be able to compile it: see `compiled`.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -32,28 +35,13 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return out
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + forward(x)``, in one operation."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, residual, self._weight, self._bias, "add")
         return out
-
-
-@compiled
-def _int8_product(
-    x: Tensor,
-    weight: torch.classes.quantized.LinearPackedParamsBase,  # type: ignore[name-defined]
-    steps: float,
-    zero: int,
-) -> Tensor:
-    # A row of zeros must not become a row of NaN.
-    scale = torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True).clamp_min_(1e-30)
-    out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        x / scale, 1.0 / steps, zero, weight
-    )
-    return out.mul_(scale)
 
 
 class Int8Linear(nn.Module):
@@ -61,20 +49,30 @@ class Int8Linear(nn.Module):
 
     Scales per row keep each sequence's result independent of the others in its batch, and of the
     outliers in them. After LLM.int8() (Dettmers et al., 2022), without its outlier columns.
+    TorchScript must be able to compile it: see `compiled`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         scales = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
-        quantized = torch.quantize_per_channel(
-            weight, scales.double(), torch.zeros(len(weight), dtype=torch.int64), 0, torch.qint8
-        )
+        zeros = torch.zeros(len(weight), dtype=torch.int64)
+        with warnings.catch_warnings():
+            # torch means to drop these tensors after the release that we are pinned to.
+            warnings.simplefilter("ignore", UserWarning)
+            quantized = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
         self._weight = torch.ops.quantized.linear_prepack(quantized, None)
         self._bias = bias
+        self._one_step = 1.0 / _INT8_STEPS
+        self._zero = _INT8_ZERO
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        out = _int8_product(x, self._weight, _INT8_STEPS, _INT8_ZERO)
+        # A row of zeros must not become a row of NaN.
+        scale = torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True).clamp_min_(1e-30)
+        out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x / scale, self._one_step, self._zero, self._weight
+        )
+        out.mul_(scale)
         return out if self._bias is None else out.add_(self._bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -95,8 +93,9 @@ def make_linear(
     weight = torch.cat(tuple(layer.weight.detach() for layer in layers))
     if input_scale is not None:
         weight = weight * input_scale.detach()
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    bias = torch.cat(tuple(biases)).detach() if biases else None
+    biases = [torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    has_bias = any(layer.bias is not None for layer in layers)
+    bias = torch.cat(tuple(biases)).detach() if has_bias else None
     return PackedLinear(weight, bias) if weights is WeightFormat.FULL else Int8Linear(weight, bias)
 
 
