@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +16,17 @@ from tandem.cli import app
 
 RUN = CliRunner()
 COMMANDS = ("up", "generate", "demo", "doctor", "pull", "gateway", "prefill", "decode")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command sets up its process's logs, and this process goes on."""
+    ours, root = logging.getLogger("tandem"), logging.getLogger()
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
 
 
 def failed(*arguments: str) -> str:

@@ -120,7 +120,7 @@ async def test_a_redis_that_was_never_there_fails_fast_and_closes_cleanly() -> N
 
 @pytest.mark.parametrize("url", ["localhost:6379", "http://:secret@h/"])
 async def test_a_wrong_url_is_said_without_the_password(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"redis\.url") as caught:
+    with pytest.raises(ConfigError, match=r"directory\.redis_url") as caught:
         RedisDirectory(url, FINGERPRINT, RealClock())
     assert "secret" not in str(caught.value)
 
