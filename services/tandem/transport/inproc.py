@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
 from typing import Self
 
 from tandem.clock import Deadline
-from tandem.errors import PeerLost, TransferFailed
+from tandem.errors import PeerLost
 from tandem.transport.base import Buffer
+from tandem.transport.posted import PostedReceive
 
 _PREFIX = b"inproc:"
 
 
-class InprocReceive:
+class InprocReceive(PostedReceive):
     """Implements `Receive`. Done when matched, cancelled or closed; settled in the same moment."""
-
-    def __init__(self, into: memoryview) -> None:
-        self.into = into
-        self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def settled(self) -> bool:
-        """See `Receive`."""
-        return self._outcome.done()
-
-    async def wait(self) -> None:
-        """See `Receive`."""
-        await asyncio.shield(self._outcome)
 
     def cancel(self) -> None:
         """See `Receive`."""
         self.fail("was cancelled")
-
-    async def wait_settled(self) -> None:
-        """See `Receive`."""
-        await asyncio.wait([self._outcome])
-
-    def complete(self) -> None:
-        """The bytes are there."""
-        if not self._outcome.done():
-            self._outcome.set_result(None)
-
-    def fail(self, why: str) -> None:
-        """The bytes will never be there."""
-        if not self._outcome.done():
-            self._outcome.set_exception(TransferFailed(f"a receive {why}; send the blocks again"))
-            self._outcome.exception()  # marks it as seen: perhaps nobody waits
 
 
 class InprocEndpoint:

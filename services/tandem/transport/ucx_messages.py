@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.errors import PeerLost, TransferFailed
+from tandem.errors import PeerLost
 from tandem.transport.base import Buffer
+from tandem.transport.posted import PostedReceive
 
 _OK = 0
 _GREETING = memoryview(bytearray(1 << 16))
@@ -27,33 +28,19 @@ class Pending:
     done: Callable[[int], None]
 
 
-class UcxReceive:
+class UcxReceive(PostedReceive):
     """Implements `Receive`. UCX writes into the buffer only between `begin` and `end`."""
 
     def __init__(self, into: memoryview, withdraw: Callable[[], None]) -> None:
-        self.into = into
+        super().__init__(into)
         self._withdraw = withdraw
         self._in_ucx = False
-        self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def settled(self) -> bool:
-        """See `Receive`."""
-        return self._outcome.done()
-
-    async def wait(self) -> None:
-        """See `Receive`."""
-        await asyncio.shield(self._outcome)
 
     def cancel(self) -> None:
         """See `Receive`. One that is being written settles when its message is complete, or its peer gone."""
         if not self._in_ucx:
             self._withdraw()
             self.fail("was cancelled")
-
-    async def wait_settled(self) -> None:
-        """See `Receive`."""
-        await asyncio.wait([self._outcome])
 
     def begin(self) -> None:
         """The message is here; UCX starts to write."""
@@ -63,16 +50,9 @@ class UcxReceive:
         """UCX has written all it ever will."""
         self._in_ucx = False
         if status == _OK:
-            if not self._outcome.done():
-                self._outcome.set_result(None)
+            self.complete()
         else:
             self.fail(f"broke off with UCX status {status}")
-
-    def fail(self, why: str) -> None:
-        """The bytes will never be there."""
-        if not self._outcome.done():
-            self._outcome.set_exception(TransferFailed(f"a receive {why}; send the blocks again"))
-            self._outcome.exception()  # marks it as seen: perhaps nobody waits
 
 
 class UcxEndpoint:
