@@ -119,7 +119,8 @@ async def test_an_embedded_redis_is_not_for_a_ray_elsewhere(monkeypatch: pytest.
             pass
 
 
-async def test_tandem_up_ends_on_ctrl_c_with_nothing_left() -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_tandem_up_ends_on_a_signal_with_nothing_left(number: signal.Signals, status: int) -> None:
     command = [sys.executable, "-m", "tandem.cli", "up", "--model", str(tiny_model()), "--port", "0"]
     process = await asyncio.create_subprocess_exec(
         *command, stderr=subprocess.PIPE, start_new_session=True, env=os.environ | {"COLUMNS": "200"}
@@ -133,10 +134,10 @@ async def test_tandem_up_ends_on_ctrl_c_with_nothing_left() -> None:
             seen += line
     started = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
     assert len(started) > 3
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     async with asyncio.timeout(60):
         rest = await process.stderr.read()
-        assert await process.wait() == 130, rest.decode()
+        assert await process.wait() == status, rest.decode()
     assert b"stopped" in rest
     assert b"Traceback" not in rest
     await gone(started)

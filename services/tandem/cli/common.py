@@ -90,9 +90,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     import uvloop
 
     async def interruptible() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        heed_sigterm()
         await main()
 
     with clear_errors():
@@ -100,6 +98,13 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
             uvloop.run(interruptible())
         except asyncio.CancelledError:  # SIGTERM
             raise typer.Exit(128 + signal.SIGTERM) from None
+
+
+def heed_sigterm() -> None:
+    """Have SIGTERM cancel the current task. Again after Ray has started: it puts its own handler there."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def set_up_logs(role: str, settings: Settings) -> None:

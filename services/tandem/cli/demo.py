@@ -17,6 +17,7 @@ from tandem.cli.common import (
     ModelOption,
     SetOption,
     console,
+    heed_sigterm,
     read_settings,
     run,
     set_up_logs,
@@ -82,6 +83,7 @@ async def _demo(
             running = await stack.enter_async_context(
                 open_cluster(settings, report=lambda what: status.update(f"{what} …"))
             )
+        heed_sigterm()
         stack.callback(console.print, "\nstopping …")
         pids = await running.pids()
         console.print("processes: " + ", ".join(f"{name} [dim]{pid}[/]" for name, pid in pids.items()))

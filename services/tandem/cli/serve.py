@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.common import ConfigOption, ModelOption, SetOption, console, read_settings, run
+from tandem.cli.common import (
+    ConfigOption,
+    ModelOption,
+    SetOption,
+    console,
+    heed_sigterm,
+    read_settings,
+    run,
+)
 from tandem.cli.common import set_up_logs as _set_up_logs
 from tandem.cli.common import with_model as _with_model
 from tandem.errors import ConfigError
@@ -56,6 +64,7 @@ def up(
                 running = await stack.enter_async_context(
                     open_cluster(settings, report=lambda what: status.update(f"{what} …"))
                 )
+            heed_sigterm()
             console.print(
                 f"[bold green]ready[/]: model [bold]{settings.model.name}[/] at [bold]{running.address}[/] "
                 f"with {settings.cluster.num_prefill} prefill and {settings.cluster.num_decode} decode "

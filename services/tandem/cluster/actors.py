@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 
 import ray
 
@@ -50,7 +51,7 @@ class WorkerActor:
                 ids=SystemIds(),
             ),
             _end_process,
-            _retry_later if ray.get_runtime_context().was_current_actor_reconstructed else _wait_to_be_asked,
+            _retry_later if _is_restart() else _wait_to_be_asked,
         )
 
     def address(self, timeout_s: float) -> str:
@@ -64,6 +65,12 @@ class WorkerActor:
     def stop(self) -> None:
         """Drain, leave the directory, and free everything."""
         self._host.stop(self._stop_timeout_s)
+
+
+def _is_restart() -> bool:
+    with warnings.catch_warnings():  # Ray's own property uses what Ray deprecates
+        warnings.simplefilter("ignore")
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _wait_to_be_asked() -> None:
