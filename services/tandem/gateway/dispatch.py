@@ -115,8 +115,8 @@ class Dispatcher:
         attempt = _Attempt(self._spec(job, attempt_id), route, job.context)
         try:
             yield SequenceOutput(attempt_id, phases=(timing,))
-            link = self._links.link(route.decode)
             with blaming(route.decode):
+                link = self._links.link(route.decode)
                 await link.wait_attached()
             with link.listen(attempt_id) as inbox:
                 async with aclosing(self._outputs(job, attempt, link, inbox)) as outputs:
